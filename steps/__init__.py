@@ -1,0 +1,1 @@
+"""One entry point per node of the workflow: ``python -m steps.<name>``."""

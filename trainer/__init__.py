@@ -1,0 +1,1 @@
+"""What runs on each GPU: one training loop over two Protocols, recovery and checkpointing."""

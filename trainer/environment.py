@@ -1,0 +1,51 @@
+"""What the launchers tell a process through its environment, read afresh at each entry into a frozen value."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_DIRECTORY = "HOLDFAST_RUN"
+ATTEMPT = "HOLDFAST_ATTEMPT"
+NODE = "HOLDFAST_NODE"
+POD = "HOLDFAST_POD"
+SPAWNED_AT = "HOLDFAST_SPAWNED_AT"
+
+
+@dataclass(frozen=True)
+class WorkerEnvironment:
+    """Who this worker is. NVRx rewrites RANK and WORLD_SIZE at an in-process restart: read again after one."""
+
+    run_directory: Path
+    attempt: int
+    node: int
+    pod: int
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    cycle: int
+    master_address: str
+    master_port: int
+    spawned_at: float
+    """Wall clock at which the launcher asked for this process, 0 if unknown."""
+
+
+def read() -> WorkerEnvironment:
+    """The worker's environment. A missing variable is a defect of whoever started this process (``KeyError``)."""
+    env = os.environ
+    return WorkerEnvironment(
+        run_directory=Path(env[RUN_DIRECTORY]),
+        attempt=int(env[ATTEMPT]),
+        node=int(env[NODE]),
+        pod=int(env[POD]),
+        rank=int(env["RANK"]),
+        local_rank=int(env["LOCAL_RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        local_world_size=int(env["LOCAL_WORLD_SIZE"]),
+        cycle=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        master_address=env["MASTER_ADDR"],
+        master_port=int(env["MASTER_PORT"]),
+        spawned_at=float(env.get(SPAWNED_AT, "0")),
+    )

@@ -1,0 +1,103 @@
+"""Where everything lives under the root (``/fsx`` on the cluster, ``./fsx`` on a laptop). The only place with path names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run. ``root`` is the shared file system, ``run_id`` names the run."""
+
+    root: Path
+    run_id: str
+
+    @property
+    def run(self) -> Path:
+        return self.root / "runs" / self.run_id
+
+    @property
+    def record(self) -> Path:
+        """run.json: the resolved configuration, versions and hardware."""
+        return self.run / "run.json"
+
+    @property
+    def events(self) -> Path:
+        return self.run / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """The directory whose existence under this very name means: committed."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    @property
+    def quarantine(self) -> Path:
+        """Checkpoints that failed to load, kept for a person to look at; never read again."""
+        return self.run / "quarantine"
+
+    def logs(self, step: str, attempt: int) -> Path:
+        return self.run / "logs" / step / str(attempt)
+
+    def outcome(self, attempt: int, node: int, pod: int, rank: int) -> Path:
+        """What a worker says of its own end, since launchers report 1 whatever their workers' codes were."""
+        return self.run / "outcomes" / f"{attempt}-{node}-{pod}-{rank}.json"
+
+    @property
+    def faults_fired(self) -> Path:
+        """One empty file per injected fault, made just before it fires, so that each fires once."""
+        return self.run / "faults"
+
+    @property
+    def fence(self) -> Path:
+        """The number of the newest attempt; an older one must not commit."""
+        return self.run / "attempt"
+
+    def stop_file(self, attempt: int) -> Path:
+        """Asks the ranks of an attempt to save and stop at the end of a step."""
+        return self.run / f"stop-{attempt}"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by the supervisor of the run; tells two supervisors apart on one machine."""
+        return self.run / "supervisor.lock"
+
+    @property
+    def validation(self) -> Path:
+        return self.run / "validation.json"
+
+    def report(self, kind: str) -> Path:
+        """``kind`` is json, md or html."""
+        return self.run / f"report.{kind}"
+
+    def output(self, step: str, name: str) -> Path:
+        """Where a step leaves an output parameter for Argo (or the local engine) to read."""
+        return self.run / "outputs" / step / name
+
+    def snapshots(self, snapshot_root: Path, attempt_node: int) -> Path:
+        """The node-local tier of one node of this run (memory-backed storage)."""
+        return snapshot_root / f"holdfast-{self.run_id}" / f"node-{attempt_node}"
+
+
+def datasets(root: Path) -> Path:
+    return root / "datasets"
+
+
+def dataset(root: Path, name: str, digest: str) -> Path:
+    return datasets(root) / f"{name}-{digest[:12]}"
+
+
+def runs(root: Path) -> Path:
+    return root / "runs"
+
+
+def workflow(root: Path, name: str) -> Path:
+    """What the local engine leaves of one workflow: workflow.json and a directory per node."""
+    return root / "workflows" / name

@@ -1,0 +1,1 @@
+"""The local engine: runs compiled Argo workflows on this machine."""

@@ -11,6 +11,8 @@ ATTEMPT = "HOLDFAST_ATTEMPT"
 NODE = "HOLDFAST_NODE"
 POD = "HOLDFAST_POD"
 SPAWNED_AT = "HOLDFAST_SPAWNED_AT"
+PROGRESS_FILE = "ARGO_PROGRESS_FILE"
+STATUS_FILE = "HOLDFAST_STATUS_FILE"
 
 
 @dataclass(frozen=True)
@@ -49,3 +51,23 @@ def read() -> WorkerEnvironment:
         master_port=int(env["MASTER_PORT"]),
         spawned_at=float(env.get(SPAWNED_AT, "0")),
     )
+
+
+def local_rank() -> int:
+    """Which of the node's processes this is, and so which GPU is its own; 0 outside a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def progress_file() -> Path | None:
+    """Where Argo (or the local engine) reads a step's progress as ``n/m``; None where nobody asked for it."""
+    return _path(PROGRESS_FILE)
+
+
+def status_file() -> Path | None:
+    """Where the local engine reads what a step is doing, for its live display; None where nobody asked for it."""
+    return _path(STATUS_FILE)
+
+
+def _path(variable: str) -> Path | None:
+    value = os.environ.get(variable, "")
+    return Path(value) if value else None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 CHECKPOINT_NAME = re.compile(r"^step-(\d{8})$")
 MANIFEST = "manifest.json"
+DATASET_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,25 @@ def datasets(root: Path) -> Path:
 
 def dataset(root: Path, name: str, digest: str) -> Path:
     return datasets(root) / f"{name}-{digest[:12]}"
+
+
+def dataset_index(root: Path, key: str) -> Path:
+    """Says which dataset a source and a tokenizer (``key``) became, so that it is not tokenised twice."""
+    return datasets(root) / ".index" / f"{key}.json"
+
+
+def dataset_stagings(root: Path) -> Path:
+    """Downloaded source files, one directory per source revision; they outlive a killed download and are resumed."""
+    return datasets(root) / ".staging"
+
+
+def dataset_temporary(root: Path, owner: str) -> Path:
+    """A dataset being built by the process ``owner``; nobody takes it for a dataset."""
+    return datasets(root) / f"{DATASET_TEMPORARY}{owner}"
+
+
+def dataset_shard(number: int) -> str:
+    return f"shard-{number:05d}.bin"
 
 
 def runs(root: Path) -> Path:

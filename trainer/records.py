@@ -77,6 +77,7 @@ class DatasetManifest(Record):
     tokenizer: str
     tokenizer_sha256: str = Field("", description="of the tokenizer file; empty for byte")
     vocabulary_size: int
+    end_of_document: int = Field(-1, description="the token that ends each document")
     dtype: Literal["uint8", "uint16", "uint32"]
     documents: int
     tokens: int

@@ -71,3 +71,8 @@ def status_file() -> Path | None:
 def _path(variable: str) -> Path | None:
     value = os.environ.get(variable, "")
     return Path(value) if value else None
+
+
+def variable(name: str) -> str:
+    """A variable that a user or a manifest names (a token, a webhook, PATH); empty where it is not set."""
+    return os.environ.get(name, "")

@@ -71,6 +71,11 @@ class RunPaths:
         return self.run / "supervisor.lock"
 
     @property
+    def pipeline_lock(self) -> Path:
+        """Held (flock) by ``run.py local`` from the first step to the last; tells two pipelines of one run apart."""
+        return self.run / "pipeline.lock"
+
+    @property
     def validation(self) -> Path:
         return self.run / "validation.json"
 
@@ -121,3 +126,8 @@ def runs(root: Path) -> Path:
 def workflow(root: Path, name: str) -> Path:
     """What the local engine leaves of one workflow: workflow.json and a directory per node."""
     return root / "workflows" / name
+
+
+def compiled_workflow(root: Path, name: str) -> Path:
+    """The YAML that ``run.py local`` compiled and handed to the local engine."""
+    return workflow(root, name) / "workflow.yaml"

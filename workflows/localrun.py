@@ -1,0 +1,236 @@
+"""``run.py local``: the whole pipeline on this machine, through the compiled YAML that Argo would get.
+
+What is wrong with the command is said before anything starts. A run is known by its id: a second call with the same
+id goes on where the first one was stopped, or says that the run is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer import environment, paths
+from trainer.config import TRAJECTORY_FIELDS, RunConfig, add_flags, flag, from_namespace
+from trainer.errors import ConfigurationError, DeniedError
+from trainer.paths import RunPaths
+from trainer.records import RunRecord, RunReport, write_whole
+from workflows import local
+from workflows.parameters import arguments
+from workflows.summary import summary_line, summary_table
+
+PROJECT = Path(__file__).resolve().parent.parent
+LOCK_SECONDS = 10.0
+"""A supervisor whose engine was killed is gone within five seconds: wait that long before refusing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--pipeline", choices=("training",), default="training", help="pipeline to run [training]")
+    what.add_argument("--file", type=Path, metavar="YAML", help="run this Argo workflow instead of a pipeline")
+    what.add_argument(
+        "-p", dest="parameters", action="append", default=[], metavar="NAME=VALUE", help="set a parameter of --file"
+    )
+    what.add_argument("--resume", metavar="NAME", help="go on with a workflow whose engine was killed")
+    what.add_argument("--volume", action="append", default=[], metavar="CLAIM=DIR", help="directory for a volume claim")
+    what.add_argument("--quiet", action="store_true", help="print only how it ended")
+    what.add_argument("--json", action="store_true", help="print one JSON object per line")
+    add_flags(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run, resume or refuse; the exit code is that of the step that failed, 0 if none did."""
+    default_root = RunConfig.model_fields["root"].default
+    options = local.Options(
+        root=Path(getattr(args, "root", default_root)).absolute(),
+        volumes={claim: Path(directory).absolute() for claim, directory in _pairs(args.volume, "--volume")},
+        display="json" if args.json else "quiet" if args.quiet else "auto",
+        environment=_environment(),
+    )
+    if args.resume and args.file:
+        raise ConfigurationError("--resume goes on with a workflow of an earlier call; leave --file out")
+    if args.parameters and not args.file:
+        raise ConfigurationError("-p sets a parameter of --file; the pipeline's parameters are flags (see --help)")
+    if args.resume:
+        return local.resume(options.root, args.resume, options).exit_code
+    if args.file:
+        return run_file(args.file, dict(_pairs(args.parameters, "-p")), options)
+    config = from_namespace(args)
+    changes = {"root": options.root} | ({} if "launcher" in args else {"launcher": "local"})
+    return run_pipeline(args.pipeline, config.model_copy(update=changes), options)
+
+
+def run_file(file: Path, parameters: dict[str, str], options: local.Options) -> int:
+    """Run any workflow file, as ``argo submit`` would."""
+    if not file.is_file():
+        raise ConfigurationError(f"--file {file}: there is no such file")
+    plan = local.load(file, parameters)
+    check_writable(options.root)
+    return local.run(plan, options).exit_code
+
+
+def run_pipeline(pipeline: str, config: RunConfig, options: local.Options) -> int:
+    """Run ``pipeline`` under ``config``, whose root is absolute, and say what the run was worth."""
+    run = RunPaths(config.root, config.run_id)
+    check_writable(config.root)
+    check_same_run(run, config)
+    with hold(run.pipeline_lock, config.run_id):
+        finished = complete_report(run, config)
+        if finished is not None:
+            _say(f"run '{config.run_id}' is complete; give another --run-id to train again", finished, run, options)
+            return 0
+        wait_for_release(run.lock, config.run_id)
+        name = _workflow_name(config)
+        file = paths.compiled_workflow(config.root, name)
+        write_whole(file, _compiled(pipeline).encode())
+        result = local.run(local.load(file, arguments(config)), _for_pipeline(options, name, config.root))
+    failed = f"failed with exit code {result.exit_code}; each step's words are beside {result.workflow_json}"
+    _say(failed if result.exit_code else "", _report(run), run, options)
+    return result.exit_code
+
+
+def check_writable(root: Path) -> None:
+    """Refuse a root that nothing can be written to (77) or that is no directory (64)."""
+    probe = root / f".probe-{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigurationError(f"--root {root} is not a directory; name one that is, or one to be made") from None
+    except OSError as error:
+        raise DeniedError(f"--root {root} is not writable ({error.strerror}); name a directory of yours") from None
+
+
+def check_same_run(run: RunPaths, config: RunConfig) -> None:
+    """Refuse a run id that stands for another run on disk: two trajectories must not be mixed."""
+    if not run.record.exists():
+        return
+    before = RunRecord.read(run.record).config
+    for name in TRAJECTORY_FIELDS:
+        was, is_now = getattr(before, name), getattr(config, name)
+        if was != is_now:
+            raise ConfigurationError(
+                f"run '{config.run_id}' in {run.run} has {flag(name)} {was}, not {is_now}; "
+                "give another --run-id, or the flags it was started with"
+            )
+
+
+@contextmanager
+def hold(lock: Path, run_id: str) -> Iterator[None]:
+    """Keep a second pipeline off the run for as long as this one works on it."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        if not _try_lock(file.fileno()):
+            raise ConfigurationError(
+                f"run '{run_id}' is being worked on by another process; wait, or give another --run-id"
+            )
+        yield
+
+
+def wait_for_release(lock: Path, run_id: str, seconds: float = LOCK_SECONDS) -> None:
+    """Wait until no supervisor holds the run: one that was left behind by a killed engine is about to end."""
+    if not lock.exists():
+        return
+    deadline = time.monotonic() + seconds
+    with lock.open("r") as file:
+        while not _try_lock(file.fileno()):
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"run '{run_id}' is being trained by another process; wait, or give another --run-id"
+                )
+            time.sleep(0.2)
+
+
+def complete_report(run: RunPaths, config: RunConfig) -> RunReport | None:
+    """The report of a run that has nothing left to do under ``config``, else None."""
+    report = _report(run)
+    if report is None or not report.complete or not run.validation.exists():
+        return None
+    same = all(getattr(report.config, name) == getattr(config, name) for name in ("dataset_uri", "tokenizer"))
+    return report if same else None
+
+
+def _report(run: RunPaths) -> RunReport | None:
+    try:
+        return RunReport.read(run.report("json"))
+    except FileNotFoundError:
+        return None
+
+
+def _say(message: str, report: RunReport | None, run: RunPaths, options: local.Options) -> None:
+    """How it ended: a message, and the report as a short table (one line of JSON, one line when quiet)."""
+    if options.display == "json":
+        print(summary_line(report, run, message))
+        return
+    if message:
+        print(message, file=sys.stderr if report is None else sys.stdout)
+    if report is not None:
+        print(summary_table(report, run, short=options.display == "quiet"))
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _compiled(pipeline: str) -> str:
+    from workflows.compiling import to_yaml
+
+    return to_yaml(pipeline)
+
+
+def _workflow_name(config: RunConfig) -> str:
+    """``<run id>-<n>``, the first that is free: like Argo, every call makes a Workflow of its own."""
+    number = 1
+    while paths.workflow(config.root, f"{config.run_id}-{number}").exists():
+        number += 1
+    return f"{config.run_id}-{number}"
+
+
+def _for_pipeline(options: local.Options, name: str, root: Path) -> local.Options:
+    from steps.cluster import CLAIM
+
+    return local.Options(
+        root=root,
+        volumes={CLAIM: root} | dict(options.volumes),
+        name=name,
+        display=options.display,
+        environment=options.environment,
+    )
+
+
+def _environment() -> dict[str, str]:
+    """What the steps need to be found: this interpreter as ``python``, and the project where it is not installed."""
+    added = {
+        "PATH": os.pathsep.join(filter(None, (str(Path(sys.executable).parent), environment.variable("PATH")))),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not _installed():
+        added["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PROJECT), environment.variable("PYTHONPATH"))))
+    return added
+
+
+def _installed() -> bool:
+    """Whether ``python -m steps.train`` finds this very project without help."""
+    spec = importlib.util.find_spec("steps")
+    return spec is not None and str(PROJECT) not in sys.path[:1]
+
+
+def _pairs(items: list[str], what: str) -> list[tuple[str, str]]:
+    pairs = []
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not (key and separator):
+            raise ConfigurationError(f"{what} {item}: write NAME=VALUE")
+        pairs.append((key, value))
+    return pairs

@@ -1,0 +1,143 @@
+"""One template per step, each with its own retry policy.
+
+A step is a container that runs ``python -m steps.<name>``: no shell, no inline script. Its exit code decides whether
+Argo tries again; the codes that no attempt can change (``FINAL_CODES``) are never retried.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hera.workflows import Container, Env, ExistingVolume, Gauge, Label, Parameter, Resources, RetryStrategy, SecretEnv
+from hera.workflows.models import Backoff, Capabilities, SecurityContext, ValueFrom, VolumeMount
+
+from steps.cluster import CLAIM, HUB_SECRET, SERVICE_ACCOUNT_SUPERVISOR, WEBHOOK_SECRET
+from trainer.config import parameter
+from trainer.errors import FINAL_CODES
+from trainer.paths import RunPaths
+from workflows.parameters import DOWNLOAD_FIELDS, IMAGE, RECORD_FIELDS, RUN_FIELDS, flags, reference
+
+VOLUME = "root"
+
+FINAL = ", ".join(f"'{int(code)}'" for code in sorted(FINAL_CODES))
+RETRY_EXPRESSION = f"lastRetry.status == 'Error' || !(lastRetry.exitCode in [{FINAL}])"
+"""Argo reads it after a failed attempt. 'Error' is a lost pod, whose exit code is nobody's statement."""
+
+DOWNLOAD_RETRIES = 8
+TRAIN_RETRIES = 20
+RECORD_RETRIES = 3
+
+
+def retry(limit: int, *, first: str = "2s", cap: str = "1m") -> RetryStrategy:
+    """Retry what may end differently, ``limit`` times, waiting ``first``, then twice as long up to ``cap``.
+
+    The policy is spelt out since Argo's default depends on whether there is an expression, and the limit is always
+    given since Argo ignores the backoff without one. No ``maxDuration``: it would become the running pod's deadline.
+    """
+    return RetryStrategy(
+        limit=limit,
+        retry_policy="Always",
+        expression=RETRY_EXPRESSION,
+        backoff=Backoff(duration=first, factor=2, cap=cap),
+    )
+
+
+def download() -> Container:
+    """Dataset -> token shards and manifest. The only step that sees the hub's token."""
+    return _step(
+        "download",
+        flags(DOWNLOAD_FIELDS),
+        retry_strategy=retry(DOWNLOAD_RETRIES),
+        outputs=[_output("download", "dataset")],
+        env=[SecretEnv(name="HF_TOKEN", secret_name=HUB_SECRET, secret_key="token", optional=True)],
+        resources=Resources(cpu_request="500m", memory_request="1Gi"),
+    )
+
+
+def train() -> Container:
+    """Supervises the training pods. Needs no GPU itself, and outlives none of its retries: a new one attaches."""
+    return _step(
+        "train",
+        [*flags(RUN_FIELDS), "--dataset={{inputs.parameters.dataset}}"],
+        inputs=[Parameter(name="dataset")],
+        retry_strategy=retry(TRAIN_RETRIES, cap="5m"),
+        env=[Env(name="HOLDFAST_IMAGE", value=reference(IMAGE))],
+        resources=Resources(cpu_request="100m", memory_request="256Mi"),
+        service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
+    )
+
+
+def validate() -> Container:
+    """Reads every checkpoint as a resume would and says which are whole."""
+    return _step(
+        "validate",
+        flags(RECORD_FIELDS),
+        retry_strategy=retry(RECORD_RETRIES),
+        resources=Resources(cpu_request="500m", memory_request="2Gi"),
+    )
+
+
+def report() -> Container:
+    """Events and records -> report.json, report.md, report.html and three metrics."""
+    return _step(
+        "report",
+        flags(RECORD_FIELDS),
+        retry_strategy=retry(RECORD_RETRIES),
+        outputs=[_output("report", name, default="0") for name in ("goodput", "faults", "lost-steps")],
+        metrics=[
+            _gauge("goodput", "productive time over wall time of a run"),
+            _gauge("faults", "faults that a run went through"),
+            _gauge("lost-steps", "steps that had to be trained again, over all faults of a run"),
+        ],
+        resources=Resources(cpu_request="200m", memory_request="512Mi"),
+    )
+
+
+def release() -> Container:
+    """The exit handler: whatever happened, nothing of the run goes on costing money; the webhook hears of it."""
+    return _step(
+        "release",
+        [*flags((*RECORD_FIELDS, "launcher")), "--status={{workflow.status}}", "--workflow={{workflow.name}}"],
+        retry_strategy=retry(RECORD_RETRIES),
+        service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
+        env=[SecretEnv(name="HOLDFAST_WEBHOOK", secret_name=WEBHOOK_SECRET, secret_key="url", optional=True)],
+        resources=Resources(cpu_request="100m", memory_request="512Mi"),
+    )
+
+
+def shared_volume() -> ExistingVolume:
+    """The claim. Steps mount it where the ``root`` parameter says: the directory every path of a run begins with."""
+    return ExistingVolume(name=VOLUME, claim_name=CLAIM)
+
+
+def _step(name: str, args: list[str], **options: Any) -> Container:
+    return Container(
+        name=name,
+        image=reference(IMAGE),
+        command=["python", "-m", f"steps.{name}"],
+        args=args,
+        volume_mounts=[VolumeMount(name=VOLUME, mount_path=reference("root"))],
+        security_context=SecurityContext(allow_privilege_escalation=False, capabilities=Capabilities(drop=["ALL"])),
+        **options,
+    )
+
+
+def _output(step: str, name: str, default: str | None = None) -> Parameter:
+    """An output parameter is a file below the root, so that Argo and the local engine read the same thing."""
+    tagged = RunPaths(Path(reference("root")), reference(parameter("run_id")))
+    return Parameter(name=name, value_from=ValueFrom(path=str(tagged.output(step, name)), default=default))
+
+
+def _gauge(name: str, text: str) -> Gauge:
+    return Gauge(
+        name=f"holdfast_{name.replace('-', '_')}",
+        help=text,
+        value="{{outputs.parameters.%s}}" % name,  # noqa: UP031 -- braces
+        when="{{status}} == Succeeded",
+        realtime=False,
+        labels=[
+            Label(key="run_id", value=reference(parameter("run_id"))),
+            Label(key="model", value=reference("model")),
+        ],
+    )

@@ -1,0 +1,81 @@
+"""The training pipeline.
+
+    download -> train -> validate -> report        and, whatever happens, release
+
+It is authored here and nowhere else: ``templates/`` holds what it compiles to, and the local engine, the tests and
+Argo all read that YAML.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hera.workflows import DAG, Parameter, Task, Workflow, WorkflowTemplate
+from hera.workflows.models import (
+    Metadata,
+    Mutex,
+    PodGC,
+    PodSecurityContext,
+    SeccompProfile,
+    Synchronization,
+    TTLStrategy,
+)
+
+from steps.cluster import LABEL_RUN, SERVICE_ACCOUNT_STEPS, USER
+from workflows import tasks
+from workflows.parameters import reference, workflow_parameters
+
+NAME = "holdfast-training"
+LABELS = {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/part-of": NAME}
+DAY = 24 * 3600
+
+
+def training_pipeline(kind: type[Workflow] = Workflow) -> Workflow:
+    """The pipeline as a ``Workflow`` that is ready to submit, or (``WorkflowTemplate``) as one that is kept."""
+    with kind(**_settings(kind)) as workflow:
+        steps = {step.name: step for step in (tasks.download(), tasks.train(), tasks.validate(), tasks.report())}
+        workflow.on_exit = tasks.release()
+        with DAG(name="training"):
+            download = Task(name="download", template=steps["download"])
+            train = Task(
+                name="train",
+                template=steps["train"],
+                arguments={"dataset": download.get_parameter("dataset")},
+            )
+            validate = Task(name="validate", template=steps["validate"])
+            report = Task(name="report", template=steps["report"])
+            download >> train
+            train >> validate
+            validate >> report
+    return workflow
+
+
+def _settings(kind: type[Workflow]) -> dict[str, Any]:
+    """What surrounds the steps: parameters, identity, clean-up, and the lock that keeps two workflows off one run."""
+    run_id = reference("run-id")
+    return {
+        **({"name": NAME} if kind is WorkflowTemplate else {"generate_name": NAME + "-"}),
+        "entrypoint": "training",
+        "arguments": [
+            Parameter(name=p.name, value=p.value, description=p.description, enum=list(p.enum) or None)
+            for p in workflow_parameters()
+        ],
+        "labels": LABELS,
+        "annotations": {
+            "workflows.argoproj.io/title": "Fault-tolerant training",
+            "workflows.argoproj.io/description": "download, train through faults, validate the checkpoints, report",
+        },
+        "pod_metadata": Metadata(labels=LABELS | {LABEL_RUN: run_id}),
+        "volumes": [tasks.shared_volume()],
+        "service_account_name": SERVICE_ACCOUNT_STEPS,
+        "synchronization": Synchronization(mutexes=[Mutex(name=f"holdfast-{run_id}")]),
+        "ttl_strategy": TTLStrategy(seconds_after_success=3 * DAY, seconds_after_failure=14 * DAY),
+        "pod_gc": PodGC(strategy="OnPodSuccess", delete_delay_duration="10m"),
+        "security_context": PodSecurityContext(
+            run_as_non_root=True,
+            run_as_user=USER,
+            run_as_group=USER,
+            fs_group=USER,
+            seccomp_profile=SeccompProfile(type="RuntimeDefault"),
+        ),
+    }

@@ -11,6 +11,7 @@ ATTEMPT = "HOLDFAST_ATTEMPT"
 NODE = "HOLDFAST_NODE"
 POD = "HOLDFAST_POD"
 SPAWNED_AT = "HOLDFAST_SPAWNED_AT"
+FORK_SERVER = "HOLDFAST_FORK_SERVER"
 PROGRESS_FILE = "ARGO_PROGRESS_FILE"
 STATUS_FILE = "HOLDFAST_STATUS_FILE"
 
@@ -76,3 +77,18 @@ def _path(variable: str) -> Path | None:
 def variable(name: str) -> str:
     """A variable that a user or a manifest names (a token, a webhook, PATH); empty where it is not set."""
     return os.environ.get(name, "")
+
+
+def fork_server() -> str:
+    """The socket of this node's fork server."""
+    return os.environ[FORK_SERVER]
+
+
+def rewrite_for_cpu_wrapper() -> None:
+    """Hide LOCAL_RANK: NVRx >= 0.6 takes it for 'there are GPUs' and runs health checks that fail on a CPU."""
+    os.environ.pop("LOCAL_RANK", None)
+
+
+def mapping() -> dict[str, str]:
+    """A copy of the whole environment, to hand to a child."""
+    return dict(os.environ)

@@ -1,0 +1,95 @@
+"""How a model is spread over the ranks: FSDP2 per block, bf16 with float32 reduction on GPUs, float32 on a CPU.
+
+The order matters and lives in ``prepare``: meta build, compile (in place, so names stay), shard, materialise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainer import environment
+from trainer.model import ModelConfig, Transformer, build, token_loss
+
+
+def choose_device() -> torch.device:
+    """This process's device: its own GPU (made the current one), or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def pin_threads(processes: int) -> None:
+    """Share the cores among the ``processes`` of this node.
+
+    Fixed for the life of the process: the number of threads decides the order in which sums are taken, and so the bits.
+    """
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+
+
+def data_parallel_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks of the default process group, in one dimension. Made afresh at each entry: a restart changes the group."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def apply_compile(model: Transformer) -> Transformer:
+    """``torch.compile`` each block in place: the blocks are alike, so one is compiled for all. Call it before ``shard``."""
+    for block in model.blocks:
+        block.compile()
+    return model
+
+
+def shard(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """FSDP2 over ``mesh``, in place: a group per block, and one for embedding, last norm and output projection.
+
+    The inputs are left as they are: rotary tables stay float32 when the parameters are cast to bf16.
+    """
+    if mesh.device_type == "cuda":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    else:
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def prepare(config: ModelConfig, device: torch.device, *, compile_blocks: bool = False) -> Transformer:
+    """A sharded model on ``device`` whose values are undefined: ``init_weights`` or a load must follow."""
+    model = build(config, "meta")
+    if compile_blocks:
+        apply_compile(model)
+    shard(model, data_parallel_mesh(device))
+    model.to_empty(device=device)
+    return model
+
+
+def forward_backward(model: Transformer, batches_BT: Sequence[Tensor]) -> Tensor:
+    """Gradients of the mean loss over the equally sized micro-batches ``batches_BT`` (T = L + 1 tokens) of all ranks.
+
+    Gradients are reduced over the ranks once, in the last backward. Returns this rank's mean loss, detached, on the device.
+    """
+    total: Tensor | None = None
+    for number, tokens_BT in enumerate(batches_BT, start=1):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number == len(batches_BT))
+        loss = token_loss(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]) / len(batches_BT)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """The mean of ``value`` over all ranks; every rank returns the same bits."""
+    total = value.detach().float().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()

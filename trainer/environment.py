@@ -10,6 +10,7 @@ RUN_DIRECTORY = "HOLDFAST_RUN"
 ATTEMPT = "HOLDFAST_ATTEMPT"
 NODE = "HOLDFAST_NODE"
 POD = "HOLDFAST_POD"
+NODE_PID = "HOLDFAST_NODE_PID"
 SPAWNED_AT = "HOLDFAST_SPAWNED_AT"
 FORK_SERVER = "HOLDFAST_FORK_SERVER"
 PROGRESS_FILE = "ARGO_PROGRESS_FILE"
@@ -57,6 +58,11 @@ def read() -> WorkerEnvironment:
 def local_rank() -> int:
     """Which of the node's processes this is, and so which GPU is its own; 0 outside a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def node_pid() -> int:
+    """The process id of this node's first process (steps.node), which the node's processes all descend from."""
+    return int(os.environ[NODE_PID])
 
 
 def progress_file() -> Path | None:

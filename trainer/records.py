@@ -255,7 +255,10 @@ class RunReport(Record):
     versions: dict[str, str]
     hardware: dict[str, Any] = {}
     complete: bool
+    incomplete_reason: str = Field("", description="why the run is not complete, in a sentence")
+    started: float = Field(0.0, description="wall clock of the first launcher start")
     steps_completed: int
+    replayed_steps: int = Field(0, description="executions of steps that were rolled back, interrupted ones included")
     wall_seconds: float
     breakdown_seconds: Breakdown
     training_goodput: float

@@ -17,14 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from steps.launcher import RENDEZVOUS_PORT, Launch
 from trainer.config import RunConfig
 from trainer.errors import FINAL_CODES, ConfigurationError
-from trainer.paths import RunPaths
 
 Manifest = dict[str, Any]
 
 NAME = "holdfast"
-RENDEZVOUS_PORT = 29500
 USER = 1000
 """User and group of every container; the image has it, and the shared directory must be writable by it."""
 
@@ -99,7 +98,7 @@ PROFILES: dict[str, Profile] = {
             environment=GPU_ENVIRONMENT | EFA_ENVIRONMENT | {"FI_EFA_USE_DEVICE_RDMA": "1"},
         ),
         Profile(
-            "g5", "g5.48xlarge", gpus=8, gpu_memory_gib=24, peak_flops=70e12, efa=1, cpus="180",
+            "g5", "g5.48xlarge", gpus=8, gpu_memory_gib=22, peak_flops=70e12, efa=1, cpus="180",
             memory_gib=680, shm_gib=256, vcpus=192, quota_code="L-DB2E81BA", bus_bandwidth_gb=3,
             environment=GPU_ENVIRONMENT | EFA_ENVIRONMENT,
         ),
@@ -134,6 +133,14 @@ class ModelShape:
     hidden: int
     layers: int
     vocabulary: int
+
+
+def shape_of(model: str) -> ModelShape:
+    """The shape of a model preset (with its smallest vocabulary); ``ConfigurationError`` for an unknown name."""
+    from trainer.model import model_config, parameter_count
+
+    config = model_config(model, 0)
+    return ModelShape(parameter_count(config), config.dim, config.layers, config.vocabulary_size)
 
 
 # --- names -------------------------------------------------------------------------------------------------------------
@@ -238,21 +245,20 @@ def service(run_id: str, owner: Manifest | None = None) -> Manifest:
     }
 
 
-def job(
-    config: RunConfig, paths: RunPaths, placement: Placement, attempt: int, max_pod_restarts: int, owner: Manifest | None = None
-) -> Manifest:
+def job(launch: Launch, placement: Placement, owner: Manifest | None = None) -> Manifest:
     """The Indexed Job of one attempt: a pod per node, each running ``steps.node``."""
-    tags = labels(config.run_id) | {LABEL_ATTEMPT: str(attempt)}
+    config = launch.config
+    tags = labels(config.run_id) | {LABEL_ATTEMPT: str(launch.attempt)}
     spec: Manifest = {
         "completionMode": "Indexed",
         "completions": config.nodes,
         "parallelism": config.nodes,
-        "backoffLimit": config.nodes * max_pod_restarts,
+        "backoffLimit": launch.max_pod_restarts,
         "activeDeadlineSeconds": placement.deadline_seconds,
         "ttlSecondsAfterFinished": placement.ttl_seconds,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": failure_policy(),
-        "template": {"metadata": {"labels": tags}, "spec": pod(config, paths, placement, attempt)},
+        "template": {"metadata": {"labels": tags}, "spec": pod(launch, placement)},
     }
     job_labels = dict(tags)
     if placement.queue:
@@ -261,7 +267,7 @@ def job(
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(job_name(config.run_id, attempt), job_labels, owner),
+        "metadata": _metadata(job_name(config.run_id, launch.attempt), job_labels, owner),
         "spec": spec,
     }
 
@@ -279,8 +285,9 @@ def failure_policy() -> Manifest:
     }
 
 
-def pod(config: RunConfig, paths: RunPaths, placement: Placement, attempt: int) -> Manifest:
+def pod(launch: Launch, placement: Placement) -> Manifest:
     """The pod of one node. It takes the whole node on a GPU profile, so placement needs no anti-affinity there."""
+    config = launch.config
     profile = PROFILES[config.profile]
     spec: Manifest = {
         "restartPolicy": "Never",
@@ -291,7 +298,7 @@ def pod(config: RunConfig, paths: RunPaths, placement: Placement, attempt: int) 
         "terminationGracePeriodSeconds": math.ceil(config.grace_seconds) + 10,
         "securityContext": pod_security(),
         "tolerations": tolerations(profile),
-        "containers": [_container(config, paths, placement, attempt, profile)],
+        "containers": [_container(launch, placement, profile)],
         "volumes": [
             {"name": "root", "persistentVolumeClaim": {"claimName": placement.claim}},
             {"name": "tmp", "emptyDir": {}},
@@ -307,25 +314,26 @@ def pod(config: RunConfig, paths: RunPaths, placement: Placement, attempt: int) 
                 "maxSkew": 1,
                 "topologyKey": "kubernetes.io/hostname",
                 "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": {LABEL_RUN: config.run_id, LABEL_ATTEMPT: str(attempt)}},
+                "labelSelector": {"matchLabels": {LABEL_RUN: config.run_id, LABEL_ATTEMPT: str(launch.attempt)}},
             }
         ]
     return spec
 
 
-def _container(config: RunConfig, paths: RunPaths, placement: Placement, attempt: int, profile: Profile) -> Manifest:
+def _container(launch: Launch, placement: Placement, profile: Profile) -> Manifest:
+    config = launch.config
     return {
         "name": CONTAINER,
         "image": placement.image,
         "imagePullPolicy": "IfNotPresent",
         "command": ["python", "-m", "steps.node"],
         "args": [
-            "--run-directory", str(paths.run),
-            "--attempt", str(attempt),
+            "--run-directory", str(launch.paths.run),
+            "--attempt", str(launch.attempt),
             "--node", "$(JOB_COMPLETION_INDEX)",
             "--nodes", str(config.nodes),
             "--processes", str(config.gpus_per_node),
-            "--rendezvous-host", rendezvous_host(config.run_id, attempt),
+            "--rendezvous-host", rendezvous_host(config.run_id, launch.attempt),
             "--rendezvous-port", str(RENDEZVOUS_PORT),
         ],
         "env": [{"name": name, "value": value} for name, value in sorted(environment(profile).items())],
@@ -355,7 +363,9 @@ def resources(profile: Profile, placement: Placement) -> Manifest:
 
 def environment(profile: Profile) -> dict[str, str]:
     """Variables of every training container. HOME is on /tmp since the root file system is read-only."""
-    return {"HOME": "/tmp", "USER": NAME, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"} | dict(profile.environment)
+    return {"HOME": "/tmp", "USER": NAME, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"} | dict(
+        profile.environment
+    )
 
 
 def node_selector(profile: Profile) -> dict[str, str]:

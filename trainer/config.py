@@ -70,6 +70,8 @@ class RunConfig(BaseModel):
     max_restarts: int = Field(10, ge=0, description="restarts allowed per layer and node")
     heartbeat_timeout_seconds: float = Field(10.0, gt=0, description="seconds without a step before a rank is hung")
     no_progress_restarts: int = Field(5, ge=1, description="restarts in a row without progress before giving up")
+    startup_timeout_seconds: float = Field(300.0, gt=0, description="seconds to start, compile or load in")
+    save_timeout_seconds: float = Field(120.0, gt=0, description="seconds to save in; a writer that takes longer is given up")
     grace_seconds: float = Field(25.0, gt=0, description="seconds to save and stop in once asked to")
     node_lost_seconds: float = Field(60.0, gt=0, description="seconds a node may be NotReady before it is given up")
 

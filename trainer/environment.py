@@ -32,12 +32,17 @@ class WorkerEnvironment:
     cycle: int
     master_address: str
     master_port: int
+    store_is_hosted: bool
+    """The launcher hosts the store at the master's address, so rank 0 must not."""
     spawned_at: float
     """Wall clock at which the launcher asked for this process, 0 if unknown."""
 
 
-def read() -> WorkerEnvironment:
-    """The worker's environment. A missing variable is a defect of whoever started this process (``KeyError``)."""
+def read(local_rank: int | None = None) -> WorkerEnvironment:
+    """The worker's environment. A missing variable is a defect of whoever started this process (``KeyError``).
+
+    ``local_rank`` is for a process that has hidden its own (see ``rewrite_for_cpu_wrapper``).
+    """
     env = os.environ
     return WorkerEnvironment(
         run_directory=Path(env[RUN_DIRECTORY]),
@@ -45,12 +50,13 @@ def read() -> WorkerEnvironment:
         node=int(env[NODE]),
         pod=int(env[POD]),
         rank=int(env["RANK"]),
-        local_rank=int(env["LOCAL_RANK"]),
+        local_rank=int(env["LOCAL_RANK"]) if local_rank is None else local_rank,
         world_size=int(env["WORLD_SIZE"]),
         local_world_size=int(env["LOCAL_WORLD_SIZE"]),
         cycle=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         master_address=env["MASTER_ADDR"],
         master_port=int(env["MASTER_PORT"]),
+        store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         spawned_at=float(env.get(SPAWNED_AT, "0")),
     )
 
@@ -98,3 +104,8 @@ def rewrite_for_cpu_wrapper() -> None:
 def mapping() -> dict[str, str]:
     """A copy of the whole environment, to hand to a child."""
     return dict(os.environ)
+
+
+def in_cluster() -> bool:
+    """Whether this process runs in a pod that may talk to its API server."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ

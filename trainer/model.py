@@ -60,7 +60,7 @@ class ModelConfig:
 
 
 PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, ffn_dim=384, vocabulary_size=256, rope_theta=10_000.0),
+    "tiny": ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, ffn_dim=256, vocabulary_size=256, rope_theta=10_000.0),
     "160m": ModelConfig(dim=768, layers=12, heads=12, kv_heads=4, ffn_dim=2048, vocabulary_size=256),
     "1b": ModelConfig(
         dim=2048, layers=16, heads=32, kv_heads=8, ffn_dim=8192, vocabulary_size=256,

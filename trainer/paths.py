@@ -61,6 +61,24 @@ class RunPaths:
         """The number of the newest attempt; an older one must not commit."""
         return self.run / "attempt"
 
+    @property
+    def progress(self) -> Path:
+        """How far the run ever was, and how many starts in a row did not get it further."""
+        return self.run / "progress.json"
+
+    @property
+    def furthest(self) -> Path:
+        """The furthest and the newest completed step and its figures, rewritten in place by rank 0 at every step."""
+        return self.run / "furthest"
+
+    @property
+    def finished(self) -> Path:
+        """Exists once the last step is done and durable: there is nothing left to train."""
+        return self.run / "finished"
+
+    def log(self, step: str, attempt: int, rank: int) -> Path:
+        return self.logs(step, attempt) / f"rank-{rank}.log"
+
     def stop_file(self, attempt: int) -> Path:
         """Asks the ranks of an attempt to save and stop at the end of a step."""
         return self.run / f"stop-{attempt}"

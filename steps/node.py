@@ -1,0 +1,270 @@
+"""Inside each training pod (or its stand-in on a laptop): one node of one attempt.
+
+    python -m steps.node --run-directory DIR --attempt N [--node I] [--pod P] --rendezvous-host HOST
+
+1. Wait for the rendezvous host's name, with a deadline: a headless Service's names can take tens of seconds.
+2. Start the fork server, which has the imports, and have it fork the launcher (ft_launcher or torchrun), which asks
+   it for the workers.
+3. Forward: SIGTERM writes the attempt's stop file, so that all ranks save and stop at the end of a step; when the grace
+   period is over the launcher is ended.
+4. Translate: launchers end with 1 whatever their workers said, so the workers' outcome files decide the exit code; one
+   that no restart can change ends the launcher at once.
+
+This process takes in orphans (it is their subreaper), so that ending it ends everything of the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer import environment
+from trainer.config import OneLineParser, RunConfig
+from trainer.errors import FINAL_CODES, DefectError, ExitCode, UnavailableError, exit_with, normalise
+from trainer.events import EventLog
+from trainer.paths import RunPaths
+from trainer.records import Outcome, RunRecord, write_whole
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+NAME_DEADLINE_SECONDS = 300.0
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which node of which attempt this is."""
+
+    attempt: int
+    node: int
+    pod: int
+    host: str
+    port: int
+
+
+def parse(argv: list[str] | None) -> tuple[Path, Place]:
+    parser = OneLineParser(prog="steps.node", description=__doc__.splitlines()[0])
+    parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--node", type=int, default=int(os.environ.get("JOB_COMPLETION_INDEX", "0")))
+    parser.add_argument("--pod", type=int, default=-1, help="restarts of this node before (default: counted in the run)")
+    parser.add_argument("--die-with-parent", action="store_true", help="SIGTERM this node when its parent dies")
+    parser.add_argument("--rendezvous-host", default="localhost")
+    parser.add_argument("--rendezvous-port", type=int, default=29500)
+    options = parser.parse_args(argv)
+    if options.die_with_parent:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    directory = options.run_directory.absolute()
+    pod = options.pod if options.pod >= 0 else count_pod(directory, options.attempt, options.node)
+    return directory, Place(options.attempt, options.node, pod, options.rendezvous_host, options.rendezvous_port)
+
+
+def count_pod(directory: Path, attempt: int, node: int) -> int:
+    """How many pods of this node and attempt there were before; a Job does not tell its pods."""
+    pods = directory / "pods"
+    pods.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            (pods / f"{attempt}-{node}-{number}").touch(exist_ok=False)
+            return number
+        except FileExistsError:
+            number += 1
+
+
+def wait_for_name(host: str, deadline_seconds: float) -> None:
+    """Return once ``host`` resolves; ``UnavailableError`` (69) when it does not in time."""
+    deadline = time.monotonic() + deadline_seconds
+    pause = 0.2
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"the name {host} of node 0 did not appear within {deadline_seconds:g} s ({error}); "
+                    "check that the headless Service publishes not-ready addresses and that DNS works in the pod"
+                ) from None
+            time.sleep(pause)
+            pause = min(pause * 2, 5.0)
+
+
+class Node:
+    """The processes of this node, from the launcher's start to the exit code."""
+
+    def __init__(self, record: RunRecord, paths: RunPaths, place: Place) -> None:
+        self._record = record
+        self._config: RunConfig = record.config
+        self._paths = paths
+        self._place = place
+        self._events = EventLog(
+            paths.events, paths.run_id, "node", attempt=place.attempt, node=place.node, pod=place.pod
+        )
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-node-")
+        self._socket = str(Path(self._folder.name) / "fork")
+        self._stop_at: float | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        signal.signal(signal.SIGTERM, self._asked_to_stop)
+        signal.signal(signal.SIGINT, self._asked_to_stop)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        wait_for_name(self._place.host, NAME_DEADLINE_SECONDS)
+        self._events.emit(
+            "launcher_start",
+            nodes=self._config.nodes,
+            processes=self._config.gpus_per_node,
+            recovery=self._config.recovery,
+        )
+        self._start_server()
+        try:
+            code = self._translate(self._launch())
+        finally:
+            self._end_everything()
+        self._events.emit("launcher_end", exit_code=code)
+        self._folder.cleanup()
+        return code
+
+    def _environment(self) -> dict[str, str]:
+        place = self._place
+        return environment.mapping() | {
+            environment.RUN_DIRECTORY: str(self._paths.run),
+            environment.ATTEMPT: str(place.attempt),
+            environment.NODE: str(place.node),
+            environment.POD: str(place.pod),
+            environment.NODE_PID: str(os.getpid()),
+            environment.FORK_SERVER: self._socket,
+            # One thread per library until the worker sets its share: pools do not survive a fork.
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            # Devices are counted without the CUDA runtime, after which no fork could use CUDA.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _start_server(self) -> None:
+        place = self._place
+        arguments = [self._socket, str(self._paths.run), str(place.attempt), str(place.node), str(place.pod)]
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "trainer.recovery.fork_server", *arguments],
+            env=self._environment(),
+        )
+
+    def _launch(self) -> int:
+        """Have the launcher forked, and wait for its end; returns its code, negative for a signal."""
+        from trainer.recovery import nvrx
+        from trainer.recovery.stub import request
+
+        place = self._place
+        arguments = nvrx.launcher_arguments(
+            self._config,
+            nvrx.Rendezvous(place.host, place.port, place.node == 0, f"{self._config.run_id}-{place.attempt}"),
+            self._socket,
+        )
+        connection = self._connect()
+        target = nvrx.launcher_target(self._config)
+        request(connection, "launcher", target, arguments, self._environment(), str(self._paths.run), [0, 1, 2])
+        connection.settimeout(POLL_SECONDS)
+        answer, terminated = b"", 0.0
+        while not answer.endswith(b"\n"):
+            with contextlib.suppress(TimeoutError):
+                part = connection.recv(64)
+                if not part:
+                    return -signal.SIGKILL
+                answer += part
+            if not terminated and self._must_end():
+                terminated = time.monotonic()
+                connection.sendall(bytes([signal.SIGTERM]))
+            if terminated and time.monotonic() - terminated > 15:
+                return -signal.SIGKILL
+        return int(answer)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        deadline = time.monotonic() + self._config.startup_timeout_seconds
+        while True:
+            try:
+                connection.connect(self._socket)
+                return connection
+            except OSError:
+                if self._server is None or self._server.poll() is not None:
+                    raise DefectError("the fork server of this node did not start; its error is above") from None
+                if time.monotonic() > deadline:
+                    raise UnavailableError("the fork server of this node did not start in time") from None
+                time.sleep(0.05)
+
+    def _asked_to_stop(self, number: int, frame: object) -> None:
+        """SIGTERM, possibly several times: ask the ranks to save and stop, and give them the grace period."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._config.grace_seconds
+            write_whole(self._paths.stop_file(self._place.attempt), signal.Signals(number).name.encode())
+
+    def _must_end(self) -> bool:
+        if self._stop_at is not None and time.monotonic() > self._stop_at:
+            return True
+        return any(outcome.exit_code in FINAL_CODES for outcome in self._outcomes())
+
+    def _outcomes(self) -> list[Outcome]:
+        place = self._place
+        directory = self._paths.outcome(place.attempt, place.node, place.pod, 0).parent
+        pattern = self._paths.outcome(place.attempt, place.node, place.pod, 0).stem.rsplit("-", 1)[0] + "-*.json"
+        return [Outcome.read(path) for path in sorted(directory.glob(pattern))]
+
+    def _translate(self, code: int) -> int:
+        """The contract's code of this node: its workers' own where they said one."""
+        outcomes = self._outcomes()
+        for outcome in outcomes:
+            if outcome.exit_code in FINAL_CODES:
+                print(f"error: rank {outcome.rank}: {outcome.message}", file=sys.stderr)
+                return outcome.exit_code
+        if code == 0:
+            return int(ExitCode.DONE)
+        if self._stop_at is not None:
+            return int(ExitCode.STOPPED)
+        for outcome in outcomes:
+            if outcome.exit_code not in (ExitCode.DONE, 1):
+                return normalise(outcome.exit_code)
+        return int(ExitCode.STOPPED)
+
+    def _end_everything(self) -> None:
+        """End the fork server and, with it, all that it forked; then whatever else was left to this process."""
+        if self._server is not None and self._server.poll() is None:
+            self._server.kill()
+            self._server.wait()
+        import psutil
+
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            children = psutil.Process().children(recursive=True)
+            living = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+            for child in living:
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if not living:
+                return
+            time.sleep(0.02)
+
+
+def main(argv: list[str] | None = None) -> int:
+    directory, place = parse(argv)
+    paths = RunPaths(directory.parent.parent, directory.name)
+    return Node(RunRecord.read(paths.record), paths, place).run()
+
+
+if __name__ == "__main__":
+    exit_with(main)

@@ -1,0 +1,88 @@
+"""What the training loop needs of checkpointing, and the state that a checkpoint holds.
+
+A tier is cut at four calls: find the newest step it can give back, load that step, take note of a completed step, and
+finish. The loop knows nothing of files, writers or tiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The live model and optimizer of this iteration; ``tensors`` names everything a checkpoint holds."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and moments by name: ``model.<parameter>``, ``optimizer.<parameter>.<exp_avg|exp_avg_sq|step>``.
+
+        Sharded ones are DTensors; a parameter that is tied to another appears once.
+        """
+        named: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            named[f"model.{name}"] = parameter.detach()
+            for key, value in sorted(self._moments(parameter).items()):
+                named[f"optimizer.{name}.{key}"] = value
+        return named
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The optimizer's state of a parameter, made as AdamW would at its first step where there is none yet."""
+        state: dict[str, Tensor] = self.optimizer.state[parameter]
+        if not state:
+            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+            device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(parameter.detach())
+            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        return state
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A step that all ranks have completed, and what they agreed on."""
+
+    step: int
+    busy: bool
+    """A save is in flight on some rank."""
+    last: bool
+    stopping: bool
+
+
+class Tier(Protocol):
+    """One place that training can resume from."""
+
+    refused: list[str]
+    """What was found and cannot be used, and why; the same on every rank."""
+
+    def candidates(self) -> Iterator[int]:
+        """Steps that can be resumed from, newest first, the same on every rank. Collective."""
+
+    def load(self, step: int) -> bool:
+        """Bring the state of ``step`` into the live tensors; whether it worked on every rank. Collective."""
+
+    def after_step(self, completed: Completed) -> None:
+        """Save if it is time to. Every rank calls it with the same value."""
+
+    def busy(self) -> bool:
+        """Whether a save of this rank is in flight; looks after the writer."""
+
+    def finish(self) -> None:
+        """Wait until what is in flight is durable, or given up. Collective."""
+
+    def close(self) -> None:
+        """Let go of buffers and processes; not collective, never blocks."""

@@ -1,0 +1,334 @@
+"""The durable tier: sharded DCP checkpoints on the shared file system, committed by a rename.
+
+Saving: the state is copied into a staging buffer of our own (the only part the loop waits for), and written, hashed
+and committed in the background (``writer``). The save plan is made once per process group; after that a save needs
+no collective. Synchronous mode runs the same job in this process.
+
+Loading: only directories with their final name and a manifest of this run are looked at. Each rank checks the hashes
+of the files it reads, and loads without collectives, at whatever world size; then all ranks agree. A checkpoint that
+fails twice is moved to quarantine and the next older one is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from trainer.checkpointing.base import Completed, TrainingState
+from trainer.checkpointing.staging import AnonymousBuffer, layout_of
+from trainer.checkpointing.writer import Commit, Fenced, ForkedQueue, Job, SaveFailed, leave, run
+from trainer.config import RunConfig
+from trainer.errors import DataError, StoppedError
+from trainer.events import EventLog
+from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
+from trainer.records import CheckpointManifest, RunRecord
+from trainer.rendezvous import Control
+from trainer.recovery.base import Watch
+
+
+class WriterSlot:
+    """What outlives an in-process restart: the queue with its process, and the staging buffer."""
+
+    def __init__(self, deadline: float) -> None:
+        self.queue = ForkedQueue(deadline)
+        self.staging: AnonymousBuffer | None = None
+        self.in_flight: Job | None = None
+        self.step = -1
+        self.started = 0.0
+
+    def buffer(self, size: int, *, pin: bool) -> AnonymousBuffer:
+        if self.staging is None or self.staging.buffer.size != size:
+            if self.staging is not None:
+                self.staging.close()
+            self.staging = AnonymousBuffer(size, pin=pin)
+        return self.staging
+
+
+class DurableTier:
+    """Checkpoints of one run, as one rank of one iteration sees them."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        paths: RunPaths,
+        attempt: int,
+        state: TrainingState,
+        control: Control,
+        events: EventLog,
+        watch: Watch,
+        slot: WriterSlot,
+    ) -> None:
+        self._config: RunConfig = record.config
+        self._digest = record.config_digest
+        self._paths = paths
+        self._attempt = attempt
+        self._state = state
+        self._control = control
+        self._events = events
+        self._watch = watch
+        self._slot = slot
+        self._pin = torch.cuda.is_available()
+        self._plan: tuple[SavePlan, Metadata | None, str] | None = None
+        self._saved = -1
+        self.refused: list[str] = []
+
+    # -- resuming
+
+    def candidates(self) -> Iterator[int]:
+        mine = self._survey() if self._control.rank == 0 else None
+        steps, refused = self._control.from_rank_0(mine)
+        self.refused += refused
+        yield from steps
+
+    def _survey(self) -> tuple[list[int], list[str]]:
+        """Rank 0: the steps whose manifests are good, newest first, and why others are not; strays are removed."""
+        steps, refused = [], []
+        busy = self._slot.in_flight
+        self._paths.checkpoints.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self._paths.checkpoints.iterdir(), reverse=True):
+            match = CHECKPOINT_NAME.match(path.name)
+            if match is None:
+                if path.name.startswith((".tmp-", ".old-")) and not (busy and busy.directory == path):
+                    shutil.rmtree(path, ignore_errors=True)
+                continue
+            reason = self._wrong(path)
+            if reason:
+                self._events.emit("checkpoint_refused", path=str(path), reason=reason)
+                refused.append(f"{path.name}: {reason}")
+                self._quarantine(path, reason)
+            else:
+                steps.append(int(match[1]))
+        return steps, refused
+
+    def _wrong(self, path: Path) -> str:
+        """Why the manifest of ``path`` is not one to load, or nothing. Cheap: sizes, not hashes."""
+        try:
+            manifest = CheckpointManifest.read(path / MANIFEST)
+        except FileNotFoundError:
+            return "it has no manifest"
+        except (OSError, DataError) as error:
+            return str(error)
+        if manifest.run_id != self._config.run_id:
+            return f"it belongs to run {manifest.run_id}"
+        if manifest.config_digest != self._digest:
+            return "it was made with another configuration"
+        for file in manifest.files:
+            if Path(file.name).is_absolute() or ".." in Path(file.name).parts:
+                return f"its manifest names a foreign path {file.name}"
+            try:
+                size = (path / file.name).stat().st_size
+            except OSError:
+                return f"{file.name} is missing"
+            if size != file.size:
+                return f"{file.name} has {size} bytes, its manifest says {file.size}"
+        return ""
+
+    def load(self, step: int) -> bool:
+        path = self._paths.checkpoint(step)
+        for last_try in (False, True):
+            reason = self._load(path)
+            if reason:
+                self._events.emit("checkpoint_refused", path=str(path), reason=reason)
+            reasons = [r for r in self._control.gather(reason) if r]
+            if not reasons:
+                self._saved = step
+                return True
+            if last_try:
+                self.refused.append(f"{path.name}: {reasons[0]}")
+                if self._control.rank == 0:
+                    self._quarantine(path, reasons[0])
+                self._control.all(True)
+        return False
+
+    def _load(self, path: Path) -> str:
+        """Read this rank's parts into the live tensors; why it failed, or nothing."""
+        try:
+            tensors: dict[str, Any] = dict(self._state.tensors())
+            manifest = CheckpointManifest.read(path / MANIFEST)
+            reader = FileSystemReader(path)
+            planner = DefaultLoadPlanner()
+            metadata = reader.read_metadata()
+            planner.set_up_planner(tensors, metadata, is_coordinator=True)
+            reader.set_up_storage_reader(metadata, is_coordinator=True)
+            plan = reader.prepare_local_plan(planner.create_local_plan())
+            needed = {metadata.storage_data[item.storage_index].relative_path for item in plan.items} | {".metadata"}
+            for file in manifest.files:
+                if file.name in needed:
+                    with (path / file.name).open("rb") as stream:
+                        found = hashlib.file_digest(stream, "sha256").hexdigest()
+                    if found != file.sha256:
+                        return f"{file.name} does not have the SHA-256 of its manifest"
+                    needed.discard(file.name)
+            if needed:
+                return f"{min(needed)} is not in its manifest"
+            plan = planner.create_global_plan([plan])[0]
+            reader.read_data(planner.finish_plan(plan), planner).wait()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:500]
+        return ""
+
+    def _quarantine(self, path: Path, reason: str) -> None:
+        self._paths.quarantine.mkdir(exist_ok=True)
+        target = self._paths.quarantine / f"{path.name}-{time.time_ns()}"
+        with contextlib.suppress(OSError):
+            path.rename(target)
+            self._events.emit("quarantined", path=str(target), reason=reason)
+
+    # -- saving
+
+    def busy(self) -> bool:
+        """Look after a save in flight: report its end, whatever it is."""
+        slot = self._slot
+        if slot.in_flight is None:
+            return False
+        try:
+            value = slot.queue.poll()
+        except SaveFailed as error:
+            self._failed(error)
+            return False
+        if value is None:
+            return True
+        self._done(value)
+        return False
+
+    def _done(self, value: int) -> None:
+        job, self._slot.in_flight = self._slot.in_flight, None
+        assert job is not None
+        if job.commit is not None:
+            self._events.emit(
+                "commit",
+                step=self._slot.step,
+                tier="durable",
+                bytes=value,
+                seconds=time.monotonic() - self._slot.started,
+                path=str(self._paths.checkpoint(self._slot.step)),
+            )
+
+    def _failed(self, error: SaveFailed) -> None:
+        """A save came to nothing: record it, tell rank 0's writer by a file, and let the next save start afresh."""
+        job, self._slot.in_flight = self._slot.in_flight, None
+        assert job is not None
+        if isinstance(error, Fenced):
+            self._events.emit("fenced", message=str(error))
+            raise StoppedError(f"a newer attempt of this run has started ({error})")
+        self._events.emit("save_failed", step=self._slot.step, tier="durable", reason=str(error))
+        if job.commit is not None:
+            shutil.rmtree(job.directory, ignore_errors=True)
+        elif job.directory.exists():
+            with contextlib.suppress(OSError):
+                leave(job.directory / f".failed-{job.rank}", str(error).encode())
+
+    def after_step(self, completed: Completed) -> None:
+        config = self._config
+        due = completed.step % config.checkpoint_interval_steps == 0
+        forced = completed.last or completed.stopping
+        if not (due or forced) or completed.step == self._saved:
+            return
+        if completed.busy and not forced:
+            if self._control.rank == 0:
+                self._events.emit("save_skipped", step=completed.step, reason="a save is in flight")
+            return
+        if completed.busy:
+            self.finish()
+        self._save(completed.step)
+        if forced:
+            self.finish()
+
+    def _save(self, step: int) -> None:
+        began = time.monotonic()
+        mode = self._config.checkpoint_mode
+        if self._control.rank == 0:
+            self._events.emit("save_start", step=step, mode=mode, tier="durable")
+        with self._watch.phase(self._watch.limits.save * 1.5):
+            job = self._stage(step)
+            self._slot.in_flight, self._slot.step, self._slot.started = job, step, began
+            self._saved = step
+            try:
+                if mode == "sync":
+                    self._done(run(job))
+                else:
+                    self._slot.queue.start(job)
+            except (SaveFailed, OSError) as error:
+                self._slot.queue.close()
+                self._failed(error if isinstance(error, SaveFailed) else SaveFailed(str(error)))
+            if mode == "sync":
+                self._control.all(True)  # nobody goes on before the commit
+        self._events.emit("stall", step=step, seconds=time.monotonic() - began, reason="save")
+
+    def _stage(self, step: int) -> Job:
+        """Copy the state and describe the save."""
+        tensors = self._state.tensors()
+        layout, size = layout_of(tensors)
+        plan, metadata, nonce = self._planned(tensors)
+        staging = self._slot.buffer(size, pin=self._pin)
+        staging.buffer.store(tensors, layout)
+        commit = None
+        if metadata is not None:
+            manifest = CheckpointManifest(
+                run_id=self._config.run_id,
+                step=step,
+                world_size=self._control.world_size,
+                config_digest=self._digest,
+                next_sample=step * self._config.global_batch_size,
+                attempt=self._attempt,
+                files=(),
+                created=time.time(),
+            )
+            commit = Commit(metadata, manifest, self._paths, self._config.keep_checkpoints)
+        return Job(
+            directory=self._paths.checkpoints / f".tmp-{step:08d}-{nonce}",
+            rank=self._control.rank,
+            plan=plan,
+            buffer=staging.path,
+            size=size,
+            layout=layout,
+            deadline=self._config.save_timeout_seconds,
+            commit=commit,
+            staged=staging.buffer.flat if self._config.checkpoint_mode == "sync" else None,
+        )
+
+    def _planned(self, tensors: dict[str, Tensor]) -> tuple[SavePlan, Metadata | None, str]:
+        """This rank's plan, on rank 0 the metadata, and a name common to all ranks; made once per process group."""
+        if self._plan is None:
+            planner = DefaultSavePlanner()
+            planner.set_up_planner(dict(tensors), is_coordinator=self._control.rank == 0)
+            plans = self._control.gather((planner.create_local_plan(), os.urandom(4).hex()))
+            merged, metadata = planner.create_global_plan([plan for plan, _ in plans])
+            rank = self._control.rank
+            plan = _with_prefix(merged[rank], rank)
+            nonce = f"{self._attempt}-{plans[0][1]}"
+            self._plan = (planner.finish_plan(plan), metadata if rank == 0 else None, nonce)
+        return self._plan
+
+    def finish(self) -> None:
+        began = time.monotonic()
+        with self._watch.phase(self._watch.limits.save * 1.5):
+            while self.busy():
+                time.sleep(0.005)
+            self._control.all(True)
+        self._events.emit("stall", step=self._slot.step, seconds=time.monotonic() - began, reason="drain")
+
+    def close(self) -> None:
+        """Nothing of an iteration is held here: the slot outlives it."""
+
+
+def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:
+    """The plan with the file names of its rank, as torch's writer makes them from a global plan."""
+    import dataclasses
+
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+    return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))

@@ -1,0 +1,188 @@
+"""The node-local tier: a copy of each rank's state every few steps in memory-backed storage, for fast restarts.
+
+It survives whatever the processes do (it belongs to the node's file system, not to them) and dies with the node. Each
+rank keeps two generations, so that one is whole while the other is written:
+
+    <snapshot root>/holdfast-<run>/node-<n>/rank-<r>-<0|1>     header (4096 bytes), then the tensors
+
+The header holds what the copy is of (step, world size, rank, config digest, CRC-32 of the bytes) and is cleared before
+the copy begins and written after it has ended. A snapshot of step s is taken after all ranks have agreed that step s
+is done (``Control.sum``), so it is never of a state that only survivors of an abort believe in. Training resumes at
+the newest step that every rank holds whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from trainer.checkpointing.base import Completed, TrainingState
+from trainer.checkpointing.staging import HostBuffer, layout_of
+from trainer.events import EventLog
+from trainer.records import RunRecord
+from trainer.rendezvous import Control
+from trainer.recovery.base import Watch
+
+HEADER = 4096
+GENERATIONS = 2
+
+
+class SnapshotSlot:
+    """This rank's two mapped files; outlives an in-process restart."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[Path, HostBuffer] = {}
+
+    def open(self, path: Path, size: int, *, pin: bool) -> HostBuffer:
+        found = self.buffers.get(path)
+        if found is not None and found.size == size:
+            return found
+        if found is not None:
+            found.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(fd).st_size != size + HEADER:
+                os.ftruncate(fd, 0)
+                os.posix_fallocate(fd, 0, size + HEADER)
+            self.buffers[path] = HostBuffer(fd, size, pin=pin, offset=HEADER)
+        finally:
+            os.close(fd)
+        return self.buffers[path]
+
+
+class SnapshotTier:
+    """Snapshots of one run on this node, as one rank of one iteration sees them."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        directory: Path,
+        state: TrainingState,
+        control: Control,
+        events: EventLog,
+        watch: Watch,
+        slot: SnapshotSlot,
+    ) -> None:
+        self._interval = record.config.snapshot_interval_steps
+        self._digest = record.config_digest
+        self._directory = directory
+        self._control = control
+        self._events = events
+        self._watch = watch
+        self._slot = slot
+        self._tensors = state.tensors()
+        self._layout, self._size = layout_of(self._tensors)
+        self._pin = torch.cuda.is_available()
+        self._broken = False
+        self.refused: list[str] = []  # a snapshot that is not whole is nothing to miss: the durable tier has older ones
+
+    def _path(self, generation: int) -> Path:
+        return self._directory / f"rank-{self._control.rank}-{generation}"
+
+    def _whole(self) -> dict[int, Path]:
+        """The steps of this rank's whole generations."""
+        found: dict[int, Path] = {}
+        for generation in range(GENERATIONS):
+            header = read_header(self._path(generation))
+            if (
+                header.get("digest") == self._digest
+                and header.get("world_size") == self._control.world_size
+                and header.get("rank") == self._control.rank
+                and header.get("size") == self._size
+            ):
+                found[int(header["step"])] = self._path(generation)
+        return found
+
+    def candidates(self) -> Iterator[int]:
+        everywhere = self._control.gather(sorted(self._whole()))
+        yield from sorted(set.intersection(*map(set, everywhere)), reverse=True)
+
+    def load(self, step: int) -> bool:
+        path = self._whole()[step]
+        reason = ""
+        try:
+            buffer = self._slot.open(path, self._size, pin=self._pin)
+            if checksum(buffer) != read_header(path)["crc"]:
+                reason = "its bytes do not have the checksum of its header"
+            else:
+                buffer.load(self._tensors, self._layout)
+        except OSError as error:
+            reason = str(error)
+        if reason:
+            self._events.emit("checkpoint_refused", path=str(path), reason=reason)
+        return self._control.all(not reason)
+
+    def after_step(self, completed: Completed) -> None:
+        """Take a snapshot. On a full /dev/shm the tier is given up, which is recorded; training goes on."""
+        if self._broken or completed.step % self._interval or completed.last or completed.stopping:
+            return
+        began = time.monotonic()
+        whole = {path: step for step, path in self._whole().items()}
+        generations = [self._path(generation) for generation in range(GENERATIONS)]
+        path = min(generations, key=lambda path: whole.get(path, -1))
+        with self._watch.phase(self._watch.limits.save):
+            try:
+                buffer = self._slot.open(path, self._size, pin=self._pin)
+                write_header(path, {})
+                buffer.store(self._tensors, self._layout)
+                write_header(
+                    path,
+                    {
+                        "step": completed.step,
+                        "world_size": self._control.world_size,
+                        "rank": self._control.rank,
+                        "digest": self._digest,
+                        "size": self._size,
+                        "crc": checksum(buffer),
+                    },
+                )
+            except OSError as error:
+                self._broken = True
+                self._events.emit("save_failed", step=completed.step, tier="snapshot", reason=str(error))
+        seconds = time.monotonic() - began
+        self._events.emit("stall", step=completed.step, seconds=seconds, reason="snapshot")
+        if not self._broken:
+            self._events.emit(
+                "commit", step=completed.step, tier="snapshot", bytes=self._size, seconds=seconds, path=str(path)
+            )
+
+    def busy(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        """A snapshot is whole when ``after_step`` returns."""
+
+    def close(self) -> None:
+        """The files stay; the slot outlives this iteration."""
+
+
+def read_header(path: Path) -> dict[str, int | str]:
+    """What the snapshot at ``path`` is of; empty when it is not whole."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(HEADER).rstrip(b"\0")
+        header = json.loads(text) if text else {}
+    except (OSError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def write_header(path: Path, header: dict[str, int | str]) -> None:
+    text = json.dumps(header).encode() if header else b""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, text.ljust(HEADER, b"\0"), 0)
+    finally:
+        os.close(fd)
+
+
+def checksum(buffer: HostBuffer) -> int:
+    """CRC-32 of the tensors' bytes."""
+    return zlib.crc32(buffer.flat.numpy())

@@ -1,0 +1,112 @@
+"""Host memory that owns a copy of the state: what is saved is never what training goes on changing.
+
+A buffer is a mapped file, anonymous (memfd, for the durable tier's writer, which opens it through /proc) or in
+memory-backed storage (for the node-local tier). Its layout follows from the tensors' names, shapes and types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpointing.base import local
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in a buffer."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor in ``flat``, the buffer's bytes; shares its memory."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        count = 1
+        for length in self.shape:
+            count *= length
+        size = count * dtype.itemsize
+        return flat[self.offset : self.offset + size].view(dtype).view(self.shape)
+
+
+Layout = dict[str, Slot]
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
+    """Slots for this rank's part of each tensor, and the bytes they take."""
+    layout: Layout = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        layout[name] = Slot(offset, tuple(part.shape), str(part.dtype).removeprefix("torch."))
+        offset += (part.numel() * part.itemsize + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return layout, max(offset, ALIGNMENT)
+
+
+class HostBuffer:
+    """A mapped file of ``size`` bytes, pinned when the state lives on a GPU."""
+
+    def __init__(self, fd: int, size: int, *, pin: bool, offset: int = 0) -> None:
+        self.size = size
+        self._map = mmap.mmap(fd, size + offset)
+        self.flat: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[offset:]
+        self._pinned = pin and int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)) == 0  # type: ignore[attr-defined]
+
+    def store(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+        """Copy every tensor's local part in. Complete when it returns."""
+        device: torch.device | None = None
+        for name, slot in layout.items():
+            part = local(tensors[name]).detach()
+            slot.view(self.flat).copy_(part, non_blocking=self._pinned)
+            device = part.device if part.device.type == "cuda" else device
+        if device is not None:
+            torch.cuda.synchronize(device)
+
+    def load(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
+        """Copy every tensor's local part out, into the live tensors."""
+        for name, slot in layout.items():
+            local(tensors[name]).detach().copy_(slot.view(self.flat))
+        if self._pinned:
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())  # type: ignore[attr-defined]
+            self._pinned = False
+        self.flat = torch.empty(0, dtype=torch.uint8)
+        with contextlib.suppress(BufferError):  # a view may still be alive; the mapping then goes with it
+            self._map.close()
+
+
+class AnonymousBuffer:
+    """A buffer that no path names: it is gone with the last process that maps it, whatever kills the owner."""
+
+    def __init__(self, size: int, *, pin: bool) -> None:
+        self._fd = os.memfd_create("holdfast-staging", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self.buffer = HostBuffer(self._fd, size, pin=pin)
+
+    @property
+    def path(self) -> str:
+        """How another process of the same user opens it while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        self.buffer.close()
+        os.close(self._fd)
+
+
+def open_buffer(path: str, size: int) -> Any:
+    """Map another process's buffer; returns its bytes as a uint8 tensor of ``size`` elements."""
+    with open(path, "rb+") as file:  # noqa: PTH123 - a path under /proc, not a file of ours
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)

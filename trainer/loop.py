@@ -1,0 +1,322 @@
+"""The worker: one process of one rank. ``main`` is its entry, ``Session.train`` the one training loop.
+
+    main: environment, run.json, event file, watch  ->  recovery.run(session.train)  ->  outcome file, exit code
+
+``train`` is called once, and again after each in-process restart. It reads rank and world size afresh and then:
+
+1. joins the process groups of this iteration, builds the sharded model on the meta device and its optimizer,
+2. loads the newest step that all ranks can load, or draws the weights,
+3. for every step: batch by f(seed, step) -> forward, backward -> clip -> agree -> update -> save,
+4. waits for the last save.
+
+What can outlive a restart inside the process is in ``Session``: the mapped dataset, compiled code, the staging and
+snapshot buffers, the writer process.
+
+Agreement (over gloo, ``Control.sum``) comes after the gradients of a step are reduced and before the update: the
+loss, whether a number was not finite, whether to stop, whether a save is in flight. A step counts as completed on
+this rank only after that, so a survivor of an abort can never complete a step that a peer did not reach.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from trainer import environment
+from trainer.errors import DefectError, ExitCode, StoppedError, code_of
+from trainer.events import EventLog
+from trainer.paths import MANIFEST, RunPaths
+from trainer.progress import Ledger
+from trainer.records import Outcome, RunRecord
+from trainer.recovery.base import Limits, Watch
+
+if TYPE_CHECKING:
+    from trainer.checkpointing import Tiers, TrainingState
+    from trainer.data import TokenDataset
+    from trainer.faults import Injector
+    from trainer.rendezvous import Control, Meeting
+
+T = TypeVar("T")
+
+NON_FINITE_LIMIT = 3
+"""Steps in a row without a finite loss and gradient after which a run stops."""
+
+
+@dataclass
+class Session:
+    """One worker process: what its iterations share."""
+
+    env: environment.WorkerEnvironment
+    record: RunRecord
+    paths: RunPaths
+    events: EventLog
+    watch: Watch
+    meeting: Meeting
+    last_step: int = 0
+    kept: dict[str, object] = field(default_factory=dict)
+    """What an iteration made and the next can use again, by name."""
+
+    def train(self, iteration: int) -> int:
+        """Train from the newest resumable step to the last; returns the last. Raises what a restart is for."""
+        self.env = env = environment.read(local_rank=self.env.local_rank)
+        self.watch.enter(self.watch.limits.startup)
+        self.events.update(rank=env.rank, world_size=env.world_size, iteration=iteration)
+        self.events.emit("entry")
+        if env.rank == 0:
+            self.ledger().enter(self.record.config.no_progress_restarts)
+        from trainer.parallel import choose_device
+
+        device = choose_device()
+        control = self.meeting.join(env, device, iteration)
+        self.events.emit("process_group_ready")
+        run = Iteration.build(self, control)
+        self.events.emit("model_ready")
+        run.resume()
+        return run.steps()
+
+    def keep(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make`` made for the first iteration that asked for ``name``."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return cast(T, self.kept[name])
+
+    def ledger(self) -> Ledger:
+        return self.keep("ledger", lambda: Ledger(self.paths))
+
+
+@dataclass
+class Iteration:
+    """One pass through the training function: everything in it belongs to one set of process groups."""
+
+    session: Session
+    control: Control
+    dataset: TokenDataset
+    state: TrainingState
+    tiers: Tiers
+    start: int = 0
+    non_finite: int = 0
+
+    @classmethod
+    def build(cls, session: Session, control: Control) -> Iteration:
+        """Model, optimizer and tiers on the process groups that ``control`` belongs to."""
+        import torch
+
+        from trainer.checkpointing import TrainingState
+        from trainer.data import TokenDataset
+        from trainer.model import model_config
+        from trainer.optim import build_optimizer
+        from trainer.parallel import choose_device, pin_threads, prepare
+        from trainer.records import DatasetManifest
+
+        config = session.record.config
+        pin_threads(session.env.local_world_size)
+        directory = Path(session.record.dataset)
+        dataset = session.keep("dataset", lambda: TokenDataset(directory, config.sequence_length))
+        manifest = session.keep("manifest", lambda: DatasetManifest.read(directory / MANIFEST))
+        torch.manual_seed(config.seed)
+        model = prepare(model_config(config.model, manifest.vocabulary_size), choose_device(), compile_blocks=config.compile)
+        state = TrainingState(model, build_optimizer(model, config))
+        return cls(session, control, dataset, state, build_tiers(session, control, state))
+
+    def resume(self) -> None:
+        """The newest step that every rank can load, or the initial weights."""
+        from trainer.model import Transformer, init_weights
+        from trainer.pretrained import load_hugging_face
+
+        session, config = self.session, self.session.record.config
+        session.watch.enter(session.watch.limits.startup)
+        self.start, tier = self.tiers.resume()
+        if self.start == 0:
+            assert isinstance(self.state.model, Transformer)
+            init_weights(self.state.model, config.seed)
+            if config.init_from:
+                load_hugging_face(self.state.model, Path(config.init_from))
+        session.last_step = self.start
+        session.events.emit("loaded", step=self.start, tier=tier, path="")
+
+    def steps(self) -> int:
+        """Run the steps after ``start``; returns ``max_steps``."""
+        from trainer.faults import Injector
+
+        session, config = self.session, self.session.record.config
+        injector = Injector(config, session.paths, self.control.rank, session.events)
+        first = True
+        for step in range(self.start + 1, config.max_steps + 1):
+            if first:
+                session.watch.enter(session.watch.limits.startup)
+            else:
+                session.watch.step()
+            first = False
+            self.step(step, injector)
+        session.watch.enter(session.watch.limits.save)
+        self.tiers.finish()
+        if self.control.rank == 0:
+            session.events.emit("finished", step=config.max_steps)
+        return config.max_steps
+
+    def step(self, step: int, injector: Injector) -> None:
+        """One optimizer step, all ranks together, then the saves that are due."""
+        import torch
+
+        from trainer.checkpointing import Completed
+        from trainer.data import rank_batch, sample_ids
+        from trainer.model import Transformer
+        from trainer.optim import apply_learning_rate, clip_gradients
+        from trainer.parallel import choose_device, forward_backward
+
+        session, config, events = self.session, self.session.record.config, self.session.events
+        dataset, model, optimizer, control = self.dataset, self.state.model, self.state.optimizer, self.control
+        assert isinstance(model, Transformer)
+        events.emit("step_start", step=step)
+        began = time.monotonic()
+        ids = sample_ids(config.seed, step, config.global_batch_size, dataset.samples)
+        batches = rank_batch(ids, control.rank, control.world_size, config.micro_batch_size)
+        events.emit("samples", step=step, ids=[index for batch in batches for index in batch])
+        device = choose_device()
+        loss = forward_backward(model, [dataset.batch(batch).to(device) for batch in batches])
+        compute_seconds = time.monotonic() - began
+        injector.maybe_fire(step)
+        norm = clip_gradients(model, config.gradient_clip)
+        mine = float(loss)
+        finite = math.isfinite(mine) and math.isfinite(norm)
+        stop = session.paths.stop_file(session.env.attempt).exists()
+        total, bad, stopping, busy, _ = control.sum(
+            mine if finite else 0.0, float(not finite), float(stop), float(self.tiers.busy()), float(step)
+        )
+        completed = Completed(step, busy > 0, step == config.max_steps, stopping > 0)
+        if bad:
+            self._not_finite(step, mine, norm)
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            self.non_finite = 0
+            rate = apply_learning_rate(optimizer, step, config)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            events.emit(
+                "step_end",
+                step=step,
+                loss=total / control.world_size,
+                grad_norm=norm,
+                tokens=config.global_batch_size * config.sequence_length,
+                learning_rate=rate,
+                compute_seconds=compute_seconds,
+            )
+        self._note(step, total / control.world_size, time.monotonic() - began)
+        if not bad:
+            self.tiers.after_step(completed)
+        if completed.stopping and not completed.last:
+            events.emit("stop_requested", reason="stop file")
+            raise StoppedError(f"stopped after step {step} as asked; a new attempt resumes there")
+
+    def _note(self, step: int, loss: float, seconds: float) -> None:
+        """Rank 0 says how far the run is: in a file that the supervisor reads, and in a line for people."""
+        session, config = self.session, self.session.record.config
+        session.last_step = step
+        if self.control.rank == 0:
+            rate = config.global_batch_size * config.sequence_length / seconds
+            session.ledger().completed(step, loss, rate)
+            print(f"step {step}/{config.max_steps}  loss {loss:.4f}  {rate:,.0f} tokens/s", flush=True)
+
+    def _not_finite(self, step: int, loss: float, norm: float) -> None:
+        """The update of this step is left out on every rank, and nothing of it is saved."""
+        self.session.events.emit("non_finite", step=step, loss=repr(loss), grad_norm=repr(norm))
+        self.non_finite += 1
+        if self.non_finite >= NON_FINITE_LIMIT:
+            raise DefectError(
+                f"loss or gradient norm was not finite in {NON_FINITE_LIMIT} steps in a row, last at step {step} "
+                f"(loss {loss}, gradient norm {norm}); lower --learning-rate, or look at the data of these steps"
+            )
+
+
+def build_tiers(session: Session, control: Control, state: TrainingState) -> Tiers:
+    """The tiers that the configuration asks for."""
+    from trainer.checkpointing import DurableTier, SnapshotSlot, SnapshotTier, Tier, Tiers, WriterSlot
+
+    config, tiers = session.record.config, dict[str, Tier]()
+    if config.snapshot_interval_steps:
+        slot = session.keep("snapshots", SnapshotSlot)
+        directory = session.paths.snapshots(config.snapshot_root, session.env.node)
+        tiers["snapshot"] = SnapshotTier(session.record, directory, state, control, session.events, session.watch, slot)
+    if config.checkpoint_mode != "off":
+        writer = session.keep("writer", lambda: WriterSlot(config.save_timeout_seconds))
+        tiers["durable"] = DurableTier(
+            session.record, session.paths, session.env.attempt, state, control, session.events, session.watch, writer
+        )
+    return Tiers(tiers)
+
+
+def main() -> int:
+    """The entry of a worker process. Leaves an outcome file, since launchers end with 1 whatever a worker said."""
+    env = environment.read()
+    run = env.run_directory
+    paths = RunPaths(run.parent.parent, run.name)
+    events = EventLog(
+        paths.events, run.name, "trainer",
+        attempt=env.attempt, node=env.node, pod=env.pod, cycle=env.cycle, rank=env.rank, world_size=env.world_size,
+    )  # fmt: skip
+    events.emit("process_start", spawned_at=env.spawned_at)
+    divert_output(paths, env)
+    session: Session | None = None
+    try:
+        record = RunRecord.read(paths.record)
+        import torch
+
+        from trainer.recovery import build
+        from trainer.rendezvous import Meeting
+
+        torch.use_deterministic_algorithms(mode=False)
+        events.emit("imports_done")
+        watch = Watch(Limits.of(record.config))
+        watch.start()
+        meeting = Meeting(env, watch.limits.collective)
+        session = Session(env, record, paths, events, watch, meeting)
+        step = build(record.config, watch, events, meeting.share).run(session.train)
+        code, message = int(ExitCode.DONE), f"finished step {step}"
+    except BaseException as error:
+        code, message = outcome_of(error)
+        events.emit("fault_detected", layer="in_job", message=message)
+        if code == ExitCode.DEFECT or code == ExitCode.STOPPED:
+            import traceback
+
+            traceback.print_exc()
+    if code not in set(ExitCode):
+        code = 1
+    last = session.last_step if session else -1
+    Outcome(exit_code=code, message=message, step=last, rank=env.rank).write(
+        paths.outcome(env.attempt, env.node, env.pod, env.rank)
+    )
+    return code
+
+
+def divert_output(paths: RunPaths, env: environment.WorkerEnvironment) -> None:
+    """Everything this process prints, libraries included, goes to its own log."""
+    path = paths.log("train", env.attempt, env.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def outcome_of(error: BaseException) -> tuple[int, str]:
+    """Exit code and one line for what ended training.
+
+    An error that is nobody's contract is what restarts are for (1): a peer that went away looks like any exception.
+    """
+    from trainer.errors import PipelineError
+
+    if isinstance(error, PipelineError):
+        return code_of(error), str(error)
+    cause: BaseException | None = error
+    while cause is not None:  # the in-process Wrapper raises from the training function's own error
+        if isinstance(cause, PipelineError):
+            return code_of(cause), str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return 1, f"{type(error).__name__}: {error}"[:500]

@@ -1,0 +1,139 @@
+"""What the training loop needs of a recovery mechanism, and the limits of time that all mechanisms share.
+
+A mechanism is cut at one call: it runs the training function, and runs it again when it can. Everything a restart
+needs (rank, world size, the step to resume from) is read afresh inside that function, so that the loop has no
+branch for any mechanism, and ``combined`` is one mechanism around another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.config import RunConfig
+from trainer.errors import ConfigurationError
+
+Train = Callable[[int], int]
+"""The training function: takes the in-process iteration (0 at first), returns the last step."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long each phase may take, seconds. A slow save, load or compile must never be taken for a hang."""
+
+    startup: float
+    step: float
+    save: float
+    soft: float
+    """In-process: the rank is interrupted."""
+    hard: float
+    """In-process: the rank is killed."""
+    in_job: float
+    """ft_launcher: the rank is killed when no heartbeat came for so long."""
+    collective: float
+    """A collective of the process group."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Limits:
+        step = config.heartbeat_timeout_seconds
+        in_process = config.recovery in ("in-process", "combined")
+        return cls(
+            startup=config.startup_timeout_seconds,
+            step=step,
+            save=config.save_timeout_seconds,
+            soft=step,
+            hard=step + 1.0,
+            in_job=step + 3.0 if in_process else step,
+            collective=max(config.startup_timeout_seconds, config.save_timeout_seconds) + 60.0,
+        )
+
+    def check(self) -> None:
+        """Refuse limits in a wrong order, before anything is started (``ConfigurationError``).
+
+        A watchdog that is shorter than what it watches kills healthy ranks; a collective that gives up before the
+        watchdogs hides from them who was stuck.
+        """
+        if self.step >= self.startup:
+            raise ConfigurationError(
+                f"heartbeat_timeout_seconds {self.step:g} is not below startup_timeout_seconds {self.startup:g}: "
+                "a rank that is still starting would be taken for hung; raise the second"
+            )
+        if self.save < self.step:
+            raise ConfigurationError(
+                f"save_timeout_seconds {self.save:g} is below heartbeat_timeout_seconds {self.step:g}: "
+                "a save would be given up sooner than a step; raise the first"
+            )
+
+
+class Watch:
+    """Tells the watchdogs that this process is alive, as long as its phase is within its limit.
+
+    In a step only the loop itself beats, once a step. In every other phase a thread beats until the phase's limit,
+    so that the watchdogs, which know one timeout, become aware of phases. A stopped process, or one stuck in C with
+    the interpreter's lock, beats in no phase.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._beats: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._deadline = 0.0
+        self._interval = min(1.0, limits.step / 5)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self.enter(self.limits.startup)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def add(self, beat: Callable[[], None]) -> None:
+        with self._lock:
+            self._beats.append(beat)
+
+    def remove(self, beat: Callable[[], None]) -> None:
+        with self._lock:
+            if beat in self._beats:
+                self._beats.remove(beat)
+
+    def beat(self) -> None:
+        """One sign of life to every watchdog."""
+        with self._lock:
+            beats = list(self._beats)
+            for beat in beats:
+                beat()
+
+    def step(self) -> None:
+        """A step begins: from now on only the loop beats."""
+        self._deadline = 0.0
+        self.beat()
+
+    def enter(self, limit: float) -> None:
+        """A phase other than a step begins; it may take ``limit`` seconds."""
+        self._deadline = time.monotonic() + limit
+
+    @contextmanager
+    def phase(self, limit: float) -> Iterator[None]:
+        """A phase inside a step, such as a save: may take ``limit`` seconds, then the step's clock starts anew."""
+        self.enter(limit)
+        try:
+            yield
+        finally:
+            self.step()
+
+    def _keep(self) -> None:
+        while not self._closed.wait(self._interval):
+            if time.monotonic() < self._deadline:
+                self.beat()
+
+
+class Recovery(Protocol):
+    """Runs the training function until it has returned, or raises what only the layer above can handle."""
+
+    def run(self, train: Train) -> int: ...

@@ -1,0 +1,281 @@
+"""One process per node that has the imports and forks launchers, workers and checkpoint writers from itself.
+
+Imports of torch are half of a restart. This process pays them once, before the first launch; a restarted worker
+starts with everything imported (facts: SIGKILL to first step 2.2 s with imports, 0.6 s forked, no model).
+
+    python -m trainer.recovery.fork_server SOCKET RUN_DIRECTORY ATTEMPT NODE POD
+
+1. Listen on SOCKET at once, so that clients queue while the imports run.
+2. Import what workers need. No thread may be started here and no CUDA call made: both do not survive a fork.
+   (``torch._inductor`` asks for devices on import; NVML answers without CUDA when PYTORCH_NVML_BASED_CUDA_CHECK=1.)
+3. For each request fork: the child takes the client's environment, directory and standard files and calls TARGET
+   (``module:function``); its code goes to the client as one line when it ends.
+4. A client's bytes are signals for its child. When a client goes away, its child is killed; with a worker go the
+   writers it asked for. When this process dies, the kernel kills its children.
+
+It records ``worker_exit`` and ``worker_stop``, so that the detection of a fault does not depend on any launcher.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.errors import PipelineError, code_of
+from trainer.events import EventLog
+
+PRELOAD = (
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.distributed.checkpoint", "torch.distributed.checkpoint.default_planner", "torch.distributed.run",
+    "torch._dynamo", "trainer.loop", "trainer.checkpointing", "trainer.recovery",
+    "trainer.checkpointing.writer", "trainer.recovery.nvrx",
+)  # fmt: skip
+PRELOAD_GPU = ("torch._inductor.compile_fx",)
+
+PR_SET_PDEATHSIG = 1
+READ_LIMIT = 1 << 24
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel for ``number`` when this process's parent dies (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+@dataclass
+class Child:
+    """A forked process and the client that asked for it."""
+
+    pid: int
+    kind: str
+    connection: socket.socket
+    local_rank: int
+    owner: int = 0
+    """Of a writer: the worker it writes for."""
+    stopping: set[int] = field(default_factory=set)
+
+
+class ForkServer:
+    """The loop of the server. ``serve`` returns when the node asks for the end (SIGTERM) or dies."""
+
+    def __init__(self, listener: socket.socket, events: EventLog) -> None:
+        self._listener = listener
+        self._events = events
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[int, Child] = {}
+        self._ended = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> int:
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._selector.register(self._listener, selectors.EVENT_READ, "listener")
+        self._selector.register(self._wake_read, selectors.EVENT_READ, "signal")
+        while not self._ended:
+            for key, _ in self._selector.select():
+                if key.data == "listener":
+                    self._accept()
+                elif key.data == "signal":
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_read, 4096)
+                    self._reap()
+                else:
+                    self._from_client(key.data)
+        for child in list(self._children.values()):
+            self._kill(child)
+        return 0
+
+    def _end(self, number: int, frame: object) -> None:
+        self._ended = True
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        try:
+            wanted, descriptors = receive(connection)
+        except (OSError, ValueError):
+            connection.close()
+            return
+        environment = wanted["environment"]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._become(wanted, descriptors, connection)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        child = Child(
+            pid, wanted["kind"], connection, int(environment.get("LOCAL_RANK", "-1")), int(environment.get("HOLDFAST_OWNER", "0"))
+        )
+        self._children[pid] = child
+        self._selector.register(connection, selectors.EVENT_READ, child)
+
+    def _become(self, wanted: dict[str, Any], descriptors: list[int], connection: socket.socket) -> NoReturn:
+        """In the child: shed the server, become what was asked for, and end with its code."""
+        code = 70
+        try:
+            die_with_parent()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._selector.close()
+            self._listener.close()
+            connection.close()
+            for child in self._children.values():
+                child.connection.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._events.close()
+            os.setsid()
+            os.chdir(wanted["directory"])
+            os.environ.clear()
+            os.environ.update(wanted["environment"])
+            for number, descriptor in enumerate(descriptors[:3]):
+                os.dup2(descriptor, number)
+            for descriptor in descriptors[:3]:
+                if descriptor > 2:
+                    os.close(descriptor)
+            reopen_standard_streams()
+            module, _, function = wanted["target"].partition(":")
+            sys.argv = [module, *wanted["argv"]]
+            code = call(module, function, descriptors[3:])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code & 0xFF)
+
+    def _from_client(self, child: Child) -> None:
+        try:
+            numbers = child.connection.recv(64)
+        except OSError:
+            numbers = b""
+        if not numbers:
+            self._selector.unregister(child.connection)
+            self._kill(child)
+            return
+        for number in numbers:
+            if child.kind == "worker" and number not in child.stopping:
+                child.stopping.add(number)
+                self._events.emit("worker_stop", local_rank=child.local_rank, signal=number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, number)
+
+    def _kill(self, child: Child) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is None:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            if child.kind == "worker":
+                self._events.emit("worker_exit", local_rank=child.local_rank, exit_code=code)
+            for other in self._children.values():
+                if other.owner == pid:
+                    self._kill(other)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(child.connection)
+            with contextlib.suppress(OSError):
+                child.connection.sendall(f"{code}\n".encode())
+            child.connection.close()
+
+
+def call(module: str, function: str, descriptors: list[int]) -> int:
+    """Run ``module.function()`` as a program: its value or ``SystemExit`` becomes the code."""
+    target = getattr(importlib.import_module(module), function)
+    try:
+        value = target(*descriptors)
+    except SystemExit as error:
+        value = error.code
+        if isinstance(value, str):
+            print(value, file=sys.stderr)
+            value = 1
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        value = code_of(error)
+    return int(value or 0)
+
+
+def reopen_standard_streams() -> None:
+    """Text streams over descriptors 0-2 anew: the old ones may hold what the server buffered."""
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        setattr(sys, name, os.fdopen(number, mode, buffering=1, closefd=False))
+        setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """One request as ``stub.request`` sends it, with its file descriptors."""
+    connection.settimeout(10)
+    first, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(16 * 4))
+    descriptors: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(data[: len(data) - len(data) % received.itemsize])
+            descriptors = list(received)
+    if len(first) < 4:
+        raise ValueError("the client went away")
+    size = int.from_bytes(first, "big")
+    if size > READ_LIMIT:
+        raise ValueError("request too large")
+    body = b""
+    while len(body) < size:
+        part = connection.recv(size - len(body))
+        if not part:
+            raise ValueError("the client went away")
+        body += part
+    connection.settimeout(None)
+    return json.loads(body), descriptors
+
+
+def main(argv: list[str] | None = None) -> int:
+    socket_path, run_directory, attempt, node, pod = argv or sys.argv[1:]
+    die_with_parent()
+    path = Path(socket_path)
+    path.unlink(missing_ok=True)  # a stale file of a killed server
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(64)
+    run = Path(run_directory)
+    events = EventLog(
+        run / "events", run.name, "node", attempt=int(attempt), node=int(node), pod=int(pod)
+    )
+    for name in PRELOAD:
+        importlib.import_module(name)
+    import torch
+
+    if torch.cuda.is_available():
+        for name in PRELOAD_GPU:
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # keeps the collector from touching, and so copying, the pages that the forks share
+    return ForkServer(listener, events).serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

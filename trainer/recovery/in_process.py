@@ -1,0 +1,143 @@
+"""In-process restart with NVRx's Wrapper: after an exception or a soft hang the function starts again in the process.
+
+Cut of responsibilities:
+
+1. An exception, or no progress for the soft timeout: every rank's monitor thread aborts the collectives and raises
+   in its main thread; all ranks meet at a barrier, check their health, and enter the function again.
+2. A rank stuck beyond the hard timeout is killed by its monitor process. As the world must stay whole (shrinking
+   changes the result), the Wrapper then ends on all ranks and the launcher starts them again.
+3. A killed rank, rank 0 (which hosts the store) included, is seen by the launcher in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nvidia_resiliency_ext import inprocess
+from nvidia_resiliency_ext.inprocess.state import FrozenState
+
+from trainer import environment
+from trainer.config import RunConfig
+from trainer.errors import PipelineError
+from trainer.events import EventLog
+from trainer.recovery.base import Train, Watch
+
+INTERVAL = timedelta(seconds=0.1)
+
+
+class Handover(BaseException):
+    """Carries an error with an exit code through the Wrapper, which restarts after any ``Exception``."""
+
+    def __init__(self, error: PipelineError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class AbortCollectives(inprocess.abort.Abort):
+    """Records the detection, unblocks the main thread from its collectives, and leaves the process groups.
+
+    NVRx's AbortTorchDistributed aborts NCCL only; gloo's abort closes the connections, so that a rank blocked in a
+    collective raises at once instead of after the group's timeout.
+    """
+
+    def __init__(self, events: EventLog, watch: Watch) -> None:
+        self._events = events
+        self._watch = watch
+        self._nccl = inprocess.abort.AbortTorchDistributed()
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self._watch.enter(self._watch.limits.startup)
+        self._events.emit("fault_detected", layer="in_process", message="the restart of all ranks was asked for")
+        if dist.is_available() and dist.is_initialized():
+            for group in list(dist.distributed_c10d._world.pg_map):
+                with contextlib.suppress(RuntimeError):
+                    backend = group._get_backend(torch.device("cpu"))
+                    if isinstance(backend, dist.ProcessGroupGloo):
+                        backend.abort()
+            with contextlib.suppress(RuntimeError):
+                self._nccl(state)
+        return state
+
+
+class InProcess:
+    """The Wrapper with its four timeouts, health checks, retry limits and rank assignment."""
+
+    def __init__(self, config: RunConfig, watch: Watch, events: EventLog, share: Callable[[int], int]) -> None:
+        self._config = config
+        self._watch = watch
+        self._events = events
+        self._share = share
+
+    def _store(self) -> dict[str, Any]:
+        """The Wrapper's store, on a port of its own: rank 0 picks it and tells the others."""
+        env = environment.read()
+        return {"host_name": env.master_address, "port": self._share(free_port()), "timeout": timedelta(seconds=120)}
+
+    def run(self, train: Train) -> int:
+        config, limits = self._config, self._watch.limits
+        iterations = config.max_restarts
+        world = config.world_size if not config.min_nodes else config.min_nodes * config.gpus_per_node
+        checks: list[inprocess.health_check.HealthCheck] = [inprocess.health_check.FaultCounter(iterations)]
+        store = self._store()
+        if torch.cuda.is_available():
+            checks.insert(0, inprocess.health_check.CudaHealthCheck(timedelta(seconds=10)))
+        else:
+            environment.rewrite_for_cpu_wrapper()
+        wrapper = inprocess.Wrapper(
+            store_kwargs=store,
+            initialize=inprocess.initialize.RetryController(
+                max_iterations=iterations + 1, min_world_size=world, min_active_world_size=world
+            ),
+            abort=AbortCollectives(self._events, self._watch),
+            health_check=inprocess.Compose(*checks),
+            rank_assignment=inprocess.Compose(
+                inprocess.rank_assignment.ActivateAllRanks(), inprocess.rank_assignment.ShiftRanks()
+            ),
+            monitor_thread_interval=INTERVAL,
+            monitor_process_interval=INTERVAL,
+            heartbeat_interval=INTERVAL * 5,
+            progress_watchdog_interval=INTERVAL * 2,
+            soft_timeout=timedelta(seconds=limits.soft),
+            hard_timeout=timedelta(seconds=limits.hard),
+            heartbeat_timeout=timedelta(seconds=max(10.0, limits.hard)),
+            barrier_timeout=timedelta(seconds=limits.startup),
+            completion_timeout=timedelta(seconds=limits.startup),
+            last_call_wait=INTERVAL,
+            termination_grace_time=timedelta(seconds=0.2),
+        )
+        try:
+            return int(wrapper(self._entry(train))())
+        except Handover as handover:
+            raise handover.error from None
+
+    def _entry(self, train: Train) -> Callable[..., int]:
+        watch, events = self._watch, self._events
+
+        def entry(call: inprocess.CallWrapper = None) -> int:
+            watch.add(call.ping)
+            try:
+                return train(call.iteration)
+            except PipelineError as error:
+                raise Handover(error) from error
+            except Exception as error:
+                events.emit("fault_detected", layer="in_process", message=f"{type(error).__name__}: {error}"[:500])
+                raise
+            finally:
+                watch.remove(call.ping)
+                watch.enter(watch.limits.startup)
+
+        entry.__annotations__["call"] = inprocess.CallWrapper
+        return entry
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,87 @@
+"""What differs between the versions of NVRx, and the command lines of the launchers. Nothing else knows a version.
+
+| | 0.4.1 | 0.6 | 0.7 |
+|---|---|---|---|
+| ``--ft-restart-policy`` | any-failed, min-healthy | any-failed only | any-failed only |
+| rendezvous | compare-and-swap | ``--ft-rdzv-impl`` | ``--ft-rdzv-impl`` |
+| NIC monitor on by default | yes | no | no |
+| NIC link check before a rendezvous | no such flag | off | on |
+| GPU checks of the in-process Wrapper where LOCAL_RANK is set | no | yes | yes |
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.recovery.base import Limits
+
+STUB = Path(__file__).with_name("stub.py")
+WORKER = "trainer.loop:main"
+JOIN_TIMEOUT_SECONDS = 600
+
+
+def version() -> tuple[int, ...]:
+    """The installed NVRx as numbers, ``(0, 4, 1)``."""
+    return tuple(int(part) for part in importlib.metadata.version("nvidia-resiliency-ext").split(".")[:3])
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the nodes of a run meet."""
+
+    host: str
+    port: int
+    is_host: bool
+    id: str
+
+
+def launcher_target(config: RunConfig) -> str:
+    """The launcher of a recovery mode as ``module:function``, for the fork server."""
+    if config.recovery in ("in-job", "combined"):
+        return "nvidia_resiliency_ext.fault_tolerance.launcher:main"
+    return "torch.distributed.run:main"
+
+
+def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -> list[str]:
+    """The launcher's arguments: ft_launcher for ``in-job`` and ``combined``, else torchrun without restarts."""
+    in_job = config.recovery in ("in-job", "combined")
+    low = config.min_nodes or config.nodes
+    nodes = str(config.nodes) if low == config.nodes else f"{low}:{config.nodes}"
+    configuration = [
+        f"is_host={str(rendezvous.is_host).lower()}",
+        f"join_timeout={JOIN_TIMEOUT_SECONDS}",
+        f"last_call_timeout={1 if config.nodes == 1 else 5}",
+    ]
+    arguments = [
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={config.gpus_per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous.host}:{rendezvous.port}",
+        f"--rdzv-id={rendezvous.id}",
+        f"--rdzv-conf={','.join(configuration)}",
+        f"--max-restarts={config.max_restarts if in_job else 0}",
+        "--monitor-interval=0.1",
+    ]
+    if in_job:
+        arguments += in_job_arguments(Limits.of(config))
+    return [*arguments, "--no-python", sys.executable, "-S", "-E", str(STUB), socket, WORKER]
+
+
+def in_job_arguments(limits: Limits) -> list[str]:
+    """ft_launcher's own flags; each is in the installed parser (a test asks it)."""
+    arguments = [
+        "--ft-workload-check-interval=0.2",
+        f"--ft-initial-rank-heartbeat-timeout={limits.startup}",
+        f"--ft-rank-heartbeat-timeout={limits.in_job}",
+        "--ft-restart-policy=any-failed",
+        "--ft-enable-nic-monitor=false",
+        "--workers-stop-timeout=5",
+        "--ft-log-level=WARNING",
+    ]
+    if version() >= (0, 6):
+        arguments += ["--ft-enable-nic-healthcheck=false", "--ft-rdzv-impl=legacy"]
+    return arguments

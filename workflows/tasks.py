@@ -13,6 +13,8 @@ from hera.workflows import Container, Env, ExistingVolume, Gauge, Label, Paramet
 from hera.workflows.models import Backoff, Capabilities, SecurityContext, ValueFrom, VolumeMount
 
 from steps.cluster import CLAIM, HUB_SECRET, SERVICE_ACCOUNT_SUPERVISOR, WEBHOOK_SECRET
+from steps.kubernetes import IMAGE_VARIABLE, WORKFLOW_VARIABLE
+from steps.release import WEBHOOK_VARIABLE
 from trainer.config import parameter
 from trainer.errors import FINAL_CODES
 from trainer.paths import RunPaths
@@ -62,7 +64,7 @@ def train() -> Container:
         [*flags(RUN_FIELDS), "--dataset={{inputs.parameters.dataset}}"],
         inputs=[Parameter(name="dataset")],
         retry_strategy=retry(TRAIN_RETRIES, cap="5m"),
-        env=[Env(name="HOLDFAST_IMAGE", value=reference(IMAGE))],
+        env=[Env(name=IMAGE_VARIABLE, value=reference(IMAGE)), Env(name=WORKFLOW_VARIABLE, value="{{workflow.name}}")],
         resources=Resources(cpu_request="100m", memory_request="256Mi"),
         service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
     )
@@ -101,7 +103,7 @@ def release() -> Container:
         [*flags((*RECORD_FIELDS, "launcher")), "--status={{workflow.status}}", "--workflow={{workflow.name}}"],
         retry_strategy=retry(RECORD_RETRIES),
         service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
-        env=[SecretEnv(name="HOLDFAST_WEBHOOK", secret_name=WEBHOOK_SECRET, secret_key="url", optional=True)],
+        env=[SecretEnv(name=WEBHOOK_VARIABLE, secret_name=WEBHOOK_SECRET, secret_key="url", optional=True)],
         resources=Resources(cpu_request="100m", memory_request="512Mi"),
     )
 

@@ -91,7 +91,7 @@ def download(config: RunConfig, progress: ByteProgress) -> tuple[Path, DatasetMa
     tokenizer = tokenize_text.load(config.tokenizer)
     address = sources.parse(config.dataset_uri)
     source = sources.open_source(address)
-    progress.say(f"{address.uri}: {source.files} files, {size_text(source.size)} ({source.revision})")
+    progress.say(f"source {address.uri} has {size_text(source.size)}: {source.revision}")
     key = _key(source.revision, address.field, tokenizer)
     for _ in range(3):
         if found := _find(root, key, progress):

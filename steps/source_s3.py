@@ -185,6 +185,7 @@ class Fetcher:
 
         if offset == end:
             return end
+        self._check_cancelled()
         with _translated(self._bucket, self.item.key):
             answer = self._client.get_object(
                 Bucket=self._bucket, Key=self.item.key, IfMatch=self.item.etag, Range=f"bytes={offset}-{end - 1}"
@@ -196,13 +197,16 @@ class Fetcher:
                 _write_at(fd, block, offset)
                 offset += len(block)
                 self._progress.advance(len(block))
-                if self._cancelled.is_set():
-                    raise StoppedError(f"{self.label}: cancelled")
+                self._check_cancelled()
         except (HTTPClientError, IncompleteReadError, HTTPError, ConnectionError, TimeoutError):
             return offset
         finally:
             answer["Body"].close()
         return offset
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise StoppedError(f"{self.label}: cancelled")
 
     def _problem(self) -> str:
         """Why the file is not the object; empty when it is."""

@@ -164,7 +164,7 @@ class FileSource:
         digest = listing_digest(
             f"{name} {file.size} {sha}" for name, file, sha in zip(names, self._found, hashes, strict=True)
         )
-        self.revision = f"{self.files} files, sha256:{digest}"
+        self.revision = f"{self.files} {'file' if self.files == 1 else 'files'}, sha256:{digest}"
 
     def fetch(self, staging: Path, progress: ByteProgress) -> list[TextFile]:
         return self._found

@@ -331,8 +331,6 @@ def _container(launch: Launch, placement: Placement, profile: Profile) -> Manife
             "--run-directory", str(launch.paths.run),
             "--attempt", str(launch.attempt),
             "--node", "$(JOB_COMPLETION_INDEX)",
-            "--nodes", str(config.nodes),
-            "--processes", str(config.gpus_per_node),
             "--rendezvous-host", rendezvous_host(config.run_id, launch.attempt),
             "--rendezvous-port", str(RENDEZVOUS_PORT),
         ],

@@ -42,7 +42,7 @@ class RunConfig(BaseModel):
     gpus_per_node: int = Field(2, ge=1, le=16, description="GPUs per node; processes per node on a CPU")
     launcher: Literal["auto", "kubernetes", "local"] = Field("auto", description="what starts the nodes")
 
-    model: str = Field("tiny", description="model preset: tiny, 160m, 1b, llama-3.1-8b")
+    model: Literal["tiny", "160m", "1b", "llama-3.1-8b"] = Field("tiny", description="model preset")
     init_from: str = Field("", description="directory with Hugging Face LLaMA weights to start from (empty: random)")
     dataset_uri: str = Field("builtin:", description="builtin:, file://, s3:// or hf:// source of the text")
     tokenizer: str = Field("byte", description="byte, or the path of a Hugging Face tokenizer.json")

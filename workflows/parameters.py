@@ -21,8 +21,14 @@ RECORD_FIELDS = ("root", "run_id")
 CLUSTER_DEFAULTS: dict[str, Any] = {"root": Path("/fsx"), "launcher": "kubernetes"}
 """Where the committed workflows differ from the defaults of a laptop. Everything else is ``RunConfig``'s own."""
 
-IMAGE = "image"
-DEFAULT_IMAGE = "holdfast:0.1.0"
+PLACEMENT = {
+    "image": ("holdfast:0.1.0", "container image of all steps and of the training pods"),
+    "queue": ("", "Kueue's local queue that admits all training pods or none (empty: no Kueue)"),
+    "node-cpus": ("", "CPUs that a training pod asks for (empty: the profile's)"),
+    "node-memory-gib": ("0", "memory limit of a training pod, /dev/shm included, GiB (0: the profile's)"),
+    "node-shm-gib": ("0", "size of a training pod's /dev/shm, GiB (0: the profile's)"),
+}
+"""What a cluster decides, not the run: parameter -> default and description. The train step has flags of these names."""
 
 
 class ParameterSpec(NamedTuple):
@@ -35,14 +41,14 @@ class ParameterSpec(NamedTuple):
 
 
 def workflow_parameters() -> list[ParameterSpec]:
-    """Every parameter of the pipelines with its default: the image, then the fields of ``RunConfig`` in their order."""
+    """Every parameter of the pipelines with its default: the fields of ``RunConfig`` in their order, then placement."""
     defaults = cluster_config()
-    specs = [ParameterSpec(IMAGE, DEFAULT_IMAGE, "container image of all steps and of the training pods")]
+    specs = []
     for name, field in RunConfig.model_fields.items():
         enum = tuple(map(str, get_args(field.annotation))) if get_origin(field.annotation) is Literal else ()
         text = to_text(getattr(defaults, name))
         specs.append(ParameterSpec(parameter(name), text, field.description or "", enum))
-    return specs
+    return specs + [ParameterSpec(name, value, text) for name, (value, text) in PLACEMENT.items()]
 
 
 def cluster_config(**changes: Any) -> RunConfig:
@@ -55,9 +61,9 @@ def reference(name: str) -> str:
     return "{{workflow.parameters.%s}}" % name  # noqa: UP031 -- braces
 
 
-def flags(fields: Iterable[str]) -> list[str]:
-    """The arguments of a step: ``--max-steps={{workflow.parameters.max-steps}}`` for each of ``fields``."""
-    return [f"{flag(name)}={reference(parameter(name))}" for name in fields]
+def flags(names: Iterable[str]) -> list[str]:
+    """The arguments of a step: ``--max-steps={{workflow.parameters.max-steps}}`` for each field or parameter."""
+    return [f"{flag(name)}={reference(parameter(name))}" for name in names]
 
 
 def arguments(config: RunConfig) -> dict[str, str]:

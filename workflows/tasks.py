@@ -9,16 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hera.workflows import Container, Env, ExistingVolume, Gauge, Label, Parameter, Resources, RetryStrategy, SecretEnv
+from hera.workflows import Container, ExistingVolume, Gauge, Label, Parameter, Resources, RetryStrategy, SecretEnv
 from hera.workflows.models import Backoff, Capabilities, SecurityContext, ValueFrom, VolumeMount
 
 from steps.cluster import CLAIM, HUB_SECRET, SERVICE_ACCOUNT_SUPERVISOR, WEBHOOK_SECRET
-from steps.kubernetes import IMAGE_VARIABLE, WORKFLOW_VARIABLE
 from steps.release import WEBHOOK_VARIABLE
 from trainer.config import parameter
 from trainer.errors import FINAL_CODES
 from trainer.paths import RunPaths
-from workflows.parameters import DOWNLOAD_FIELDS, IMAGE, RECORD_FIELDS, RUN_FIELDS, flags, reference
+from workflows.parameters import DOWNLOAD_FIELDS, PLACEMENT, RECORD_FIELDS, RUN_FIELDS, flags, reference
 
 VOLUME = "root"
 
@@ -61,10 +60,13 @@ def train() -> Container:
     """Supervises the training pods. Needs no GPU itself, and outlives none of its retries: a new one attaches."""
     return _step(
         "train",
-        [*flags(RUN_FIELDS), "--dataset={{inputs.parameters.dataset}}"],
+        [
+            *flags((*RUN_FIELDS, *PLACEMENT)),
+            "--workflow={{workflow.name}}",
+            "--dataset={{inputs.parameters.dataset}}",
+        ],
         inputs=[Parameter(name="dataset")],
         retry_strategy=retry(TRAIN_RETRIES, cap="5m"),
-        env=[Env(name=IMAGE_VARIABLE, value=reference(IMAGE)), Env(name=WORKFLOW_VARIABLE, value="{{workflow.name}}")],
         resources=Resources(cpu_request="100m", memory_request="256Mi"),
         service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
     )
@@ -116,7 +118,7 @@ def shared_volume() -> ExistingVolume:
 def _step(name: str, args: list[str], **options: Any) -> Container:
     return Container(
         name=name,
-        image=reference(IMAGE),
+        image=reference("image"),
         command=["python", "-m", f"steps.{name}"],
         args=args,
         volume_mounts=[VolumeMount(name=VOLUME, mount_path=reference("root"))],

@@ -16,12 +16,11 @@ from hera.workflows.models import (
     Mutex,
     PodGC,
     PodSecurityContext,
-    SeccompProfile,
     Synchronization,
     TTLStrategy,
 )
 
-from steps.cluster import LABEL_RUN, SERVICE_ACCOUNT_STEPS, USER
+from steps.cluster import LABEL_RUN, SERVICE_ACCOUNT_STEPS, pod_security
 from workflows import tasks
 from workflows.parameters import reference, workflow_parameters
 
@@ -71,11 +70,5 @@ def _settings(kind: type[Workflow]) -> dict[str, Any]:
         "synchronization": Synchronization(mutexes=[Mutex(name=f"holdfast-{run_id}")]),
         "ttl_strategy": TTLStrategy(seconds_after_success=3 * DAY, seconds_after_failure=14 * DAY),
         "pod_gc": PodGC(strategy="OnPodSuccess", delete_delay_duration="10m"),
-        "security_context": PodSecurityContext(
-            run_as_non_root=True,
-            run_as_user=USER,
-            run_as_group=USER,
-            fs_group=USER,
-            seccomp_profile=SeccompProfile(type="RuntimeDefault"),
-        ),
+        "security_context": PodSecurityContext.model_validate(pod_security()),
     }

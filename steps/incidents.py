@@ -124,7 +124,7 @@ def _injected_incident(gap: Gap, fault: Fact) -> Incident:
 def _detection(incident: Incident, fault: Fact, facts: Sequence[Fact], worlds: Sequence[World], per_node: int) -> float:
     """When a layer first noticed ``incident``, no later than ``incident.until``."""
     attempt = fault.source.attempt
-    rebirths = [min([*w.spawned, w.began]) for w in worlds if w.began > incident.at and w.attempt == attempt]
+    rebirths = [min([*w.spawned, w.began]) for w in worlds if w.began >= incident.at and w.attempt == attempt]
     answer = next((f.at for f in facts if f.at >= fault.at and _notices(f) and not _is_own_making(f, fault, per_node)), None)
     if answer is not None and answer <= incident.until:
         noticed = answer
@@ -218,8 +218,8 @@ def _rank_of(signs: Sequence[Fact]) -> int:
 
 def _finish(incident: Incident, gap: Gap, facts: Sequence[Fact], worlds: Sequence[World], *, last: bool) -> Incident:
     """Who recovered from it, in which phases, and what it lost. Of a gap's incidents the last one resumes."""
-    before = next((world for world in reversed(worlds) if world.began <= incident.at), None)
-    after = next((world for world in worlds if incident.at < world.began < incident.until), gap.after)
+    before = next((world for world in reversed(worlds) if world.began < incident.at), None)
+    after = next((world for world in worlds if incident.at <= world.began < incident.until), gap.after)
     if last:
         after = gap.after
     if before is not None and after is not None and before is not after:

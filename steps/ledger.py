@@ -77,7 +77,7 @@ def tier_report(tier: str, worlds: Sequence[World], facts: Sequence[Fact]) -> Ti
                     sizes[key] += fact.whole("bytes", 0)
     whole = [key for key in named["commit"] if tier != SNAPSHOT or len(ranks[key]) >= worlds[key[0]].size]
     refused = {(f.text("path"), f.text("reason")) for f in facts if f.name == "checkpoint_refused" and tier_of(f) == tier}
-    begun = len(named["save_start"] | named["commit"])
+    begun = len(named["save_start"] or named["commit"])  # a snapshot begins and ends in one call, and tells only of its end
     return TierReport(
         committed=len(whole),
         skipped=len(named["save_skipped"]),

@@ -12,12 +12,14 @@ from typing import Any
 
 from hera.workflows import DAG, Parameter, Task, Workflow, WorkflowTemplate
 from hera.workflows.models import (
+    LabelValueFrom,
     Metadata,
     Mutex,
     PodGC,
     PodSecurityContext,
     Synchronization,
     TTLStrategy,
+    WorkflowMetadata,
 )
 
 from steps.cluster import LABEL_RUN, SERVICE_ACCOUNT_STEPS, pod_security
@@ -64,6 +66,9 @@ def _settings(kind: type[Workflow]) -> dict[str, Any]:
             "workflows.argoproj.io/title": "Fault-tolerant training",
             "workflows.argoproj.io/description": "download, train through faults, validate the checkpoints, report",
         },
+        "workflow_metadata": WorkflowMetadata(
+            labels_from={LABEL_RUN: LabelValueFrom(expression="workflow.parameters['run-id']")}
+        ),
         "pod_metadata": Metadata(labels=LABELS | {LABEL_RUN: run_id}),
         "volumes": [tasks.shared_volume()],
         "service_account_name": SERVICE_ACCOUNT_STEPS,

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 from trainer.errors import PipelineError, code_of
 from trainer.events import EventLog
+from trainer.paths import RunPaths
 
 PRELOAD = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
@@ -262,9 +263,8 @@ def main(argv: list[str] | None = None) -> int:
     listener.bind(str(path))
     listener.listen(64)
     run = Path(run_directory)
-    events = EventLog(
-        run / "events", run.name, "node", attempt=int(attempt), node=int(node), pod=int(pod)
-    )
+    paths = RunPaths(run.parents[1], run.name)
+    events = EventLog(paths.events, run.name, "node", attempt=int(attempt), node=int(node), pod=int(pod))
     for name in PRELOAD:
         importlib.import_module(name)
     import torch

@@ -1,0 +1,170 @@
+"""Rules of the whole project that no single module can keep: imports, the environment, path names, flags, documents."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from trainer.config import RunConfig, flag
+
+PROJECT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(path for top in ("workflows", "steps", "trainer") for path in (PROJECT / top).rglob("*.py"))
+
+FLAGS = """
+--run-id --root --profile --nodes --min-nodes --gpus-per-node --launcher --model --init-from --dataset-uri --tokenizer
+--sequence-length --global-batch-size --micro-batch-size --max-steps --learning-rate --warmup-steps --weight-decay
+--gradient-clip --seed --compile --checkpoint-mode --checkpoint-interval-steps --keep-checkpoints
+--snapshot-interval-steps --snapshot-root --snapshot-replicas --recovery --max-restarts --heartbeat-timeout-seconds
+--no-progress-restarts --startup-timeout-seconds --save-timeout-seconds --grace-seconds --node-lost-seconds --fault-count --fault-kinds --fault-ranks --fault-seed
+--fault-first-step
+"""
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PROJECT))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in the file it does."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def importers(package: str) -> set[str]:
+    def matches(module: str) -> bool:
+        return module == package or module.startswith(package + ".")
+
+    return {name_of(path) for path in SOURCES if any(map(matches, imported(path)))}
+
+
+def outside(files: set[str], *allowed: str) -> set[str]:
+    return {file for file in files if not file.startswith(allowed)}
+
+
+def test_a_flag_is_added_deliberately() -> None:
+    assert [flag(name) for name in RunConfig.model_fields] == FLAGS.split()
+
+
+def test_every_field_says_what_it_is() -> None:
+    assert [name for name, field in RunConfig.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"),
+    [
+        ("hera", ("workflows/",)),
+        ("nvidia_resiliency_ext", ("trainer/recovery/", "trainer/checkpointing/")),
+        ("boto3", ("steps/", "workflows/")),
+        ("kubernetes", ("steps/kubernetes_api.py", "workflows/preflight", "workflows/teardown")),
+    ],
+)
+def test_a_client_is_imported_only_where_its_adapter_is(package: str, allowed: tuple[str, ...]) -> None:
+    found = importers(package)
+    assert outside(found, *allowed) == set()
+    assert found, f"nothing imports {package}: the rule checks nothing"
+
+
+def test_the_local_engine_sees_no_hera_and_no_step() -> None:
+    engine = [path for path in SOURCES if name_of(path).startswith("workflows/local/")]
+    assert engine
+    for path in engine:
+        foreign = [
+            m
+            for m in imported(path)
+            if m.split(".")[0] in ("hera", "steps") or m in ("workflows.tasks", "workflows.training")
+        ]
+        assert foreign == [], name_of(path)
+
+
+def test_dependencies_run_one_way() -> None:
+    lint = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"],
+        cwd=PROJECT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+
+
+def test_the_environment_is_read_in_its_own_places() -> None:
+    """Besides: the stub must import nothing, and the parent of the workers gives each fork its own environment."""
+    reading = {name_of(path) for path in SOURCES if re.search(r"\bos\.(environ|getenv|putenv)\b", path.read_text())}
+    allowed = {"trainer/environment.py", "steps/node.py", "trainer/recovery/stub.py", "trainer/recovery/fork_server.py"}
+    assert reading - allowed == set()
+
+
+def test_path_names_are_written_in_one_place() -> None:
+    """The names below a run's directory occur as strings of their own, or as a path's last part, only in paths.py."""
+    names = {
+        "events",
+        "quarantine",
+        "outcomes",
+        "supervisor.lock",
+        "validation.json",
+        "run.json",
+        "manifest.json",
+        "report.json",
+    }
+    found = set()
+    for path in SOURCES:
+        if name_of(path) == "trainer/paths.py":
+            continue
+        for node in ast.walk(tree(path)):
+            joined = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+            value = node.right if joined else node
+            if isinstance(value, ast.Constant) and value.value in (names if joined else names - {"events"}):
+                found.add(f"{name_of(path)}: {value.value}")
+    assert found == set()
+
+
+def test_no_file_names_a_machine_or_a_private_host() -> None:
+    """What is committed must mean the same everywhere."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, timeout=60)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    home = re.compile(rb"(?<![\w.{}])/(root|home/\w+|Users/\w+|work)/[\w.]")
+    found = []
+    for name in listed.stdout.decode().split("\0"):
+        path = PROJECT / name
+        if (
+            name
+            and path.is_file()
+            and path.suffix in (".py", ".md", ".yaml", ".toml", ".txt", ".json", ".html", "")
+            and home.search(path.read_bytes())
+        ):
+            found.append(name)
+    assert found == []
+
+
+def test_modules_have_docstrings_and_no_drawer_is_called_utils() -> None:
+    undocumented = [name_of(path) for path in SOURCES if path.read_text().strip() and not ast.get_docstring(tree(path))]
+    assert undocumented == []
+    assert [name_of(path) for path in SOURCES if path.stem in ("utils", "util", "helpers", "common")] == []
+
+
+def test_what_was_tested_is_pinned() -> None:
+    """Every direct dependency has a pin in constraints.txt, but NVRx, which pip chooses by glibc."""
+    import tomllib
+
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = {
+        re.split(r"[^\w.-]", item)[0].lower() for item in [*project["dependencies"], *(i for e in extras for i in e)]
+    }
+    lines = (PROJECT / "constraints.txt").read_text().splitlines()
+    pinned = {line.split("==")[0].lower() for line in lines if "==" in line and not line.startswith("#")}
+    assert wanted - pinned == {"nvidia-resiliency-ext"}
+    assert "torch==2.13.0" in lines

@@ -44,6 +44,8 @@ CONTAINER = "train"
 GIB = 1024**3
 STATE_BYTES_PER_PARAMETER = 16
 """fp32 weights, gradients and the two AdamW moments, all of them sharded over the ranks."""
+SAVED_BYTES_PER_PARAMETER = 12
+"""What a checkpoint holds of it: everything but the gradients."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def snapshot_bytes_needed(config: RunConfig, shape: ModelShape) -> int:
     """/dev/shm of one node in bytes: two generations of its shards (fp32 weights and moments), copies for a peer too."""
     if not config.snapshot_interval_steps:
         return 0
-    return math.ceil(2 * (1 + config.snapshot_replicas) * 12 * shape.parameters / config.nodes)
+    return math.ceil(2 * (1 + config.snapshot_replicas) * SAVED_BYTES_PER_PARAMETER * shape.parameters / config.nodes)
 
 
 def check(config: RunConfig, placement: Placement, shape: ModelShape | None = None) -> Profile:

@@ -167,7 +167,7 @@ class Fetcher:
                 time.sleep(min(5.0, 0.2 * 2**attempt))
             else:
                 raise UnavailableError(
-                    f"{self.label}: the connection was cut {TRIES} times in a row; run again, it goes on from here"
+                    f"{self.label}: bytes were lost on the way {TRIES} times in a row; run again, it goes on from here"
                 )
             os.fdatasync(fd)
         finally:
@@ -179,8 +179,8 @@ class Fetcher:
             os.close(journal)
 
     def _copy(self, fd: int, offset: int, end: int) -> int:
-        """Copy bytes ``offset`` to ``end`` of the object; returns how far it came before the connection was cut."""
-        from botocore.exceptions import HTTPClientError, IncompleteReadError
+        """Copy bytes ``offset`` to ``end`` of the object; returns how far it came in good order."""
+        from botocore.exceptions import FlexibleChecksumError, HTTPClientError, IncompleteReadError
         from urllib3.exceptions import HTTPError
 
         if offset == end:
@@ -192,6 +192,7 @@ class Fetcher:
             )
         if answer["ContentLength"] != end - offset:
             raise UnavailableError(f"{self.label}: the endpoint does not serve ranges; a proxy may be in the way")
+        begin = offset
         try:
             for block in answer["Body"].iter_chunks(BLOCK):
                 _write_at(fd, block, offset)
@@ -200,6 +201,9 @@ class Fetcher:
                 self._check_cancelled()
         except (HTTPClientError, IncompleteReadError, HTTPError, ConnectionError, TimeoutError):
             return offset
+        except FlexibleChecksumError:  # S3 sent a checksum with these bytes, and they are others
+            self._progress.advance(begin - offset)
+            return begin
         finally:
             answer["Body"].close()
         return offset
@@ -273,6 +277,7 @@ def _listing(client: S3Client, bucket: str, prefix: str) -> Iterable[RemoteObjec
 
 def _chosen(objects: list[RemoteObject], prefix: str, uri: str) -> list[RemoteObject]:
     """Of all keys that begin with ``prefix``: that very key, else what lies in that folder, else all of them."""
+    objects = [item for item in objects if not item.key.endswith("/")]  # consoles mark folders so
     folder = prefix.rstrip("/") + "/" if prefix else ""
     exact = [item for item in objects if item.key == prefix]
     below = [item for item in objects if item.key.startswith(folder)]
@@ -305,7 +310,7 @@ def _translated(bucket: str, key: str) -> Iterator[None]:
         raise DeniedError(
             f"{where}: {error}; give AWS credentials (environment, profile or a service account's role)"
         ) from None
-    except (aws.HTTPClientError, aws.IncompleteReadError) as error:
+    except (aws.ConnectionError, aws.HTTPClientError, aws.IncompleteReadError) as error:
         raise UnavailableError(f"{where}: S3 does not answer ({error}); run again when it does") from None
     except (aws.BotoCoreError, ValueError) as error:
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from None

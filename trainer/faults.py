@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-import torch
 
 from trainer import environment
 from trainer.config import RunConfig
@@ -134,7 +133,7 @@ class Injector:
             case "oom", _:
                 exhaust_memory(message)
             case "node", _:
-                snapshots = self._paths.snapshots(self._snapshot_root, environment.read().node)
+                snapshots = self._paths.snapshots(self._snapshot_root, environment.read(local_rank=0).node)  # NVRx may have it hidden
                 lose_node(environment.node_pid(), snapshots)
             case _:
                 raise DefectError(f"there is no fault of kind {fault.kind}")
@@ -146,6 +145,8 @@ def exhaust_memory(message: str) -> NoReturn:
     On a GPU its memory runs out (``torch.cuda.OutOfMemoryError``). On a CPU the address space of this process is limited to
     a little more than it has (``MemoryError``), so that the kernel kills nobody; the limit is lifted again.
     """
+    import torch
+
     if torch.cuda.is_available():
         _exhaust_gpu_memory()
     blocks: list[bytes] = []
@@ -164,6 +165,8 @@ def exhaust_memory(message: str) -> NoReturn:
 
 
 def _exhaust_gpu_memory() -> NoReturn:
+    import torch
+
     blocks: list[torch.Tensor] = []
     try:
         while True:

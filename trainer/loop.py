@@ -19,8 +19,10 @@ this rank only after that, so a survivor of an abort can never complete a step t
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -277,7 +279,7 @@ def main() -> int:
         watch.start()
         meeting = Meeting(env, watch.limits.collective)
         session = Session(env, record, paths, events, watch, meeting)
-        step = build(record.config, watch, events, meeting.share).run(session.train)
+        step = build(record.config, watch, events, meeting).run(session.train)
         code, message = int(ExitCode.DONE), f"finished step {step}"
     except BaseException as error:
         code, message = outcome_of(error)
@@ -303,6 +305,7 @@ def divert_output(paths: RunPaths, env: environment.WorkerEnvironment) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # `kill -USR1` shows where a process is stuck
 
 
 def outcome_of(error: BaseException) -> tuple[int, str]:

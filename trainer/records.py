@@ -150,6 +150,7 @@ class FaultReport(BaseModel):
     message: str
     recovered_by: Literal["in_process", "in_job", "pod", "workflow", "none"]
     time: float = Field(description="wall clock of the fault")
+    elapsed: float = Field(0.0, description="seconds of the run at the fault, on the timeline's axis")
     detection_seconds: float
     recovery_seconds: float = Field(description="from detection to the start of the next step")
     phases: dict[str, float] = Field(description="teardown, rendezvous, import, process_group, build, load; seconds")
@@ -247,6 +248,16 @@ class LossPoint(BaseModel):
     replay: bool = Field(False, description="an execution that was rolled back later")
 
 
+class CommitPoint(BaseModel):
+    """A checkpoint came to be, or a snapshot was whole on every rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    time: float = Field(description="seconds of the run, on the timeline's axis")
+    tier: Literal["durable", "snapshot"]
+
+
 class RunReport(Record):
     """``report.json``."""
 
@@ -277,3 +288,4 @@ class RunReport(Record):
     stragglers: tuple[Straggler, ...] = ()
     timeline: tuple[Interval, ...] = ()
     losses: tuple[LossPoint, ...] = ()
+    commits: tuple[CommitPoint, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer.config import RunConfig
@@ -10,22 +9,20 @@ from trainer.recovery.base import Limits, Recovery, Watch
 
 if TYPE_CHECKING:
     from trainer.events import EventLog
+    from trainer.rendezvous import Meeting
 
 __all__ = ["Limits", "Recovery", "Watch", "build"]
 
 
-def build(config: RunConfig, watch: Watch, events: EventLog, share: Callable[[int], int]) -> Recovery:
-    """The mechanism of ``config.recovery``. ``combined`` is in-process inside in-job.
-
-    ``share(value)`` returns rank 0's value on every rank; it is called once, before training.
-    """
+def build(config: RunConfig, watch: Watch, events: EventLog, meeting: Meeting) -> Recovery:
+    """The mechanism of ``config.recovery``. ``combined`` is in-process inside in-job."""
     from trainer.recovery.plain import Plain
 
     mechanism: Recovery = Plain()
     if config.recovery in ("in-process", "combined"):
         from trainer.recovery.in_process import InProcess
 
-        mechanism = InProcess(config, watch, events, share)
+        mechanism = InProcess(config, watch, events, meeting)
     if config.recovery in ("in-job", "combined"):
         from trainer.recovery.in_job import InJob
 

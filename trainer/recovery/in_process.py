@@ -27,6 +27,7 @@ from trainer.config import RunConfig
 from trainer.errors import PipelineError
 from trainer.events import EventLog
 from trainer.recovery.base import Train, Watch
+from trainer.rendezvous import Meeting
 
 INTERVAL = timedelta(seconds=0.1)
 
@@ -42,11 +43,12 @@ class Handover(BaseException):
 class AbortCollectives(inprocess.abort.Abort):
     """Records the detection, unblocks the main thread from its collectives, and leaves the process groups.
 
-    NVRx's AbortTorchDistributed aborts NCCL only; gloo's abort closes the connections, so that a rank blocked in a
-    collective raises at once instead of after the group's timeout.
+    NVRx's AbortTorchDistributed aborts NCCL only; ``sever`` is for gloo, where a blocked rank would otherwise wait for
+    the group's timeout.
     """
 
-    def __init__(self, events: EventLog, watch: Watch) -> None:
+    def __init__(self, events: EventLog, watch: Watch, sever: Callable[[], None]) -> None:
+        self._sever = sever
         self._events = events
         self._watch = watch
         self._nccl = inprocess.abort.AbortTorchDistributed()
@@ -54,12 +56,8 @@ class AbortCollectives(inprocess.abort.Abort):
     def __call__(self, state: FrozenState) -> FrozenState:
         self._watch.enter(self._watch.limits.startup)
         self._events.emit("fault_detected", layer="in_process", message="the restart of all ranks was asked for")
-        if dist.is_available() and dist.is_initialized():
-            for group in list(dist.distributed_c10d._world.pg_map):
-                with contextlib.suppress(RuntimeError):
-                    backend = group._get_backend(torch.device("cpu"))
-                    if isinstance(backend, dist.ProcessGroupGloo):
-                        backend.abort()
+        self._sever()
+        if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 self._nccl(state)
         return state
@@ -68,16 +66,16 @@ class AbortCollectives(inprocess.abort.Abort):
 class InProcess:
     """The Wrapper with its four timeouts, health checks, retry limits and rank assignment."""
 
-    def __init__(self, config: RunConfig, watch: Watch, events: EventLog, share: Callable[[int], int]) -> None:
+    def __init__(self, config: RunConfig, watch: Watch, events: EventLog, meeting: Meeting) -> None:
         self._config = config
         self._watch = watch
         self._events = events
-        self._share = share
+        self._meeting = meeting
 
     def _store(self) -> dict[str, Any]:
         """The Wrapper's store, on a port of its own: rank 0 picks it and tells the others."""
         env = environment.read()
-        return {"host_name": env.master_address, "port": self._share(free_port()), "timeout": timedelta(seconds=120)}
+        return {"host_name": env.master_address, "port": self._meeting.share(free_port()), "timeout": timedelta(seconds=120)}
 
     def run(self, train: Train) -> int:
         config, limits = self._config, self._watch.limits
@@ -94,7 +92,7 @@ class InProcess:
             initialize=inprocess.initialize.RetryController(
                 max_iterations=iterations + 1, min_world_size=world, min_active_world_size=world
             ),
-            abort=AbortCollectives(self._events, self._watch),
+            abort=AbortCollectives(self._events, self._watch, self._meeting.sever),
             health_check=inprocess.Compose(*checks),
             rank_assignment=inprocess.Compose(
                 inprocess.rank_assignment.ActivateAllRanks(), inprocess.rank_assignment.ShiftRanks()

@@ -26,10 +26,11 @@ from typing import Literal
 
 from steps.history import Fact, Stall, World, aligned, worlds
 from steps.incidents import Gap, Incident, fault_report, gaps, incidents_of, restarts
-from steps.ledger import DURABLE, SNAPSHOT, committed_steps_lost, continuity, tier_report, trained_samples
+from steps.ledger import DURABLE, SNAPSHOT, committed_steps_lost, continuity, tier_report, trained_samples, whole_commits
 from trainer.events import Event
 from trainer.records import (
     Breakdown,
+    CommitPoint,
     DataContinuity,
     FaultReport,
     Interval,
@@ -90,6 +91,7 @@ class Analysis:
     stragglers: tuple[Straggler, ...]
     timeline: tuple[Interval, ...]
     losses: tuple[LossPoint, ...]
+    commits: tuple[CommitPoint, ...]
 
 
 @dataclass(slots=True)
@@ -143,7 +145,8 @@ def analyse(events: Iterable[Event], expected: Expectation) -> Analysis:
     breakdown = _breakdown(tape)
     wall = end - start - sum(until - at for at, until in tape.cuts)
     completed = max(standing, default=0)
-    faults = tuple(fault_report(incident) for incident in incidents if not incident.user_stop)
+    faults = tuple(fault_report(i, _elapsed(i.at, tape, start)) for i in incidents if not i.user_stop)
+    commits = whole_commits(found)
     bare = expected.bare_step_seconds
     return Analysis(
         started=start,
@@ -162,11 +165,12 @@ def analyse(events: Iterable[Event], expected: Expectation) -> Analysis:
         snapshots=tier_report(SNAPSHOT, found, facts),
         throughput=_throughput(standing, breakdown.productive, tape, executed, expected),
         final_loss=_finite(standing[completed].losses.get(completed)) if completed else None,
-        last_commit=max((f.whole("step") for f in facts if f.name == "commit" and f.text("tier") != SNAPSHOT), default=0),
+        last_commit=max((step for _, tier, step in commits if tier == DURABLE), default=0),
         data_continuity=continuity(trained_samples(standing), completed, expected.global_batch_size, expected.samples),
         stragglers=_stragglers(executed),
         timeline=_timeline(tape, start),
         losses=_losses(executed, tape, start),
+        commits=tuple(CommitPoint(step=step, time=_elapsed(at, tape, start), tier=tier) for at, tier, step in commits),
     )
 
 

@@ -311,7 +311,8 @@ def _pod_restarts(facts: Sequence[Fact]) -> list[tuple[int, int, int]]:
     return [(attempt, node, count) for (attempt, node), count in found.items()]
 
 
-def fault_report(incident: Incident) -> FaultReport:
+def fault_report(incident: Incident, elapsed: float) -> FaultReport:
+    """The record of an incident that happened ``elapsed`` seconds into the run."""
     return FaultReport(
         step=incident.step,
         rank=incident.rank,
@@ -320,6 +321,7 @@ def fault_report(incident: Incident) -> FaultReport:
         message=incident.message,
         recovered_by=incident.recovered_by,
         time=incident.at,
+        elapsed=elapsed,
         detection_seconds=incident.detected - incident.at,
         recovery_seconds=incident.until - incident.detected,
         phases=incident.phases or dict.fromkeys(PHASES, 0.0),

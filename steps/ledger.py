@@ -10,11 +10,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
+from typing import Literal
 
 from steps.history import Fact, World, layer_between
 from trainer.records import DataContinuity, TierReport
 
-DURABLE, SNAPSHOT = "durable", "snapshot"
+Tier = Literal["durable", "snapshot"]
+
+DURABLE: Tier = "durable"
+SNAPSHOT: Tier = "snapshot"
 
 
 def tier_of(fact: Fact) -> str:
@@ -45,9 +49,9 @@ def committed_steps_lost(executed: Sequence[World]) -> int:
     return lost
 
 
-def whole_commits(worlds: Sequence[World]) -> list[tuple[float, str, int]]:
+def whole_commits(worlds: Sequence[World]) -> list[tuple[float, Tier, int]]:
     """(time, tier, step) of each checkpoint, when it became one: a snapshot is whole when the last rank has committed it."""
-    found: list[tuple[float, str, int]] = []
+    found: list[tuple[float, Tier, int]] = []
     for world in worlds:
         ranks: dict[int, set[int]] = defaultdict(set)
         for fact in world.saves:

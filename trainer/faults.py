@@ -37,6 +37,9 @@ OOM_ROOM = 288 << 20
 process still get small pieces while it lasts."""
 OOM_GPU_BLOCK = 1 << 30
 
+CLEAN_SCANS = 3
+"""Looks at the process table in a row that find nothing new: more than a daemon takes to be born (it forks twice)."""
+
 HANG_VARIANTS = ("loop", "stop")
 
 
@@ -183,7 +186,10 @@ def lose_node(node_pid: int, snapshots: Path) -> NoReturn:
     Where ``node_pid`` is process 1 of a container, it ignores signals from inside, and sees its children die.
     """
     stopped: dict[int, psutil.Process] = {}
-    while new := [process for process in node_processes(node_pid) if process.pid not in {os.getpid(), *stopped}]:
+    clean = 0
+    while clean < CLEAN_SCANS:
+        new = [process for process in node_processes(node_pid) if process.pid not in {os.getpid(), *stopped}]
+        clean = 0 if new else clean + 1
         for process in new:
             stopped[process.pid] = process
             with suppress(psutil.Error):

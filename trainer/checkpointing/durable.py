@@ -12,6 +12,7 @@ fails twice is moved to quarantine and the next older one is tried.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -22,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -35,8 +36,8 @@ from trainer.errors import DataError, StoppedError
 from trainer.events import EventLog
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.records import CheckpointManifest, RunRecord
-from trainer.rendezvous import Control
 from trainer.recovery.base import Watch
+from trainer.rendezvous import Control
 
 
 class WriterSlot:
@@ -327,8 +328,4 @@ class DurableTier:
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:
     """The plan with the file names of its rank, as torch's writer makes them from a global plan."""
-    import dataclasses
-
-    from torch.distributed.checkpoint.filesystem import _StoragePrefix
-
     return dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))

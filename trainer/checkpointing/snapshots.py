@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +25,8 @@ from trainer.checkpointing.base import Completed, TrainingState
 from trainer.checkpointing.staging import HostBuffer, layout_of
 from trainer.events import EventLog
 from trainer.records import RunRecord
-from trainer.rendezvous import Control
 from trainer.recovery.base import Watch
+from trainer.rendezvous import Control
 
 HEADER = 4096
 GENERATIONS = 2
@@ -109,7 +108,7 @@ class SnapshotTier:
         reason = ""
         try:
             buffer = self._slot.open(path, self._size, pin=self._pin)
-            if checksum(buffer) != read_header(path)["crc"]:
+            if buffer.checksum() != read_header(path)["crc"]:
                 reason = "its bytes do not have the checksum of its header"
             else:
                 buffer.load(self._tensors, self._layout)
@@ -140,7 +139,7 @@ class SnapshotTier:
                         "rank": self._control.rank,
                         "digest": self._digest,
                         "size": self._size,
-                        "crc": checksum(buffer),
+                        "crc": buffer.checksum(),
                     },
                 )
             except OSError as error:
@@ -182,7 +181,3 @@ def write_header(path: Path, header: dict[str, int | str]) -> None:
     finally:
         os.close(fd)
 
-
-def checksum(buffer: HostBuffer) -> int:
-    """CRC-32 of the tensors' bytes."""
-    return zlib.crc32(buffer.flat.numpy())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +60,9 @@ class HostBuffer:
     def __init__(self, fd: int, size: int, *, pin: bool, offset: int = 0) -> None:
         self.size = size
         self._map = mmap.mmap(fd, size + offset)
+        self._offset = offset
         self.flat: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[offset:]
-        self._pinned = pin and int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)) == 0  # type: ignore[attr-defined]
+        self._pinned = pin and int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)) == 0  # type: ignore[no-untyped-call]
 
     def store(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         """Copy every tensor's local part in. Complete when it returns."""
@@ -79,9 +81,14 @@ class HostBuffer:
         if self._pinned:
             torch.cuda.synchronize()
 
+    def checksum(self) -> int:
+        """CRC-32 of the tensors' bytes."""
+        with memoryview(self._map) as whole, whole[self._offset :] as content:
+            return zlib.crc32(content)
+
     def close(self) -> None:
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())  # type: ignore[attr-defined]
+            torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())  # type: ignore[no-untyped-call]
             self._pinned = False
         self.flat = torch.empty(0, dtype=torch.uint8)
         with contextlib.suppress(BufferError):  # a view may still be alive; the mapping then goes with it

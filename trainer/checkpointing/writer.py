@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult

@@ -147,8 +147,8 @@ class ForkServer:
             os.chdir(wanted["directory"])
             os.environ.clear()
             os.environ.update(wanted["environment"])
-            for number, descriptor in enumerate(descriptors[:3]):
-                os.dup2(descriptor, number)
+            for target, descriptor in enumerate(descriptors[:3]):
+                os.dup2(descriptor, target)
             for descriptor in descriptors[:3]:
                 if descriptor > 2:
                     os.close(descriptor)

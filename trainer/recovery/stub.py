@@ -11,6 +11,8 @@ It imports nothing of ours, so that it is up in hundredths of a second: an impor
    server kills the worker.
 """
 
+from __future__ import annotations
+
 import array
 import json
 import os
@@ -20,7 +22,15 @@ import sys
 import time
 
 
-def request(connection, kind, target, argv, environment, directory, descriptors):  # type: ignore[no-untyped-def]
+def request(
+    connection: socket.socket,
+    kind: str,
+    target: str,
+    argv: list[str],
+    environment: dict[str, str],
+    directory: str,
+    descriptors: list[int],
+) -> None:
     """Send one request: a length, then JSON; the file descriptors travel with the first byte."""
     body = json.dumps(
         {"kind": kind, "target": target, "argv": argv, "environment": environment, "directory": directory}
@@ -44,9 +54,9 @@ def main() -> int:
                 return 70
             time.sleep(0.05)
     environment = dict(os.environ, HOLDFAST_SPAWNED_AT=repr(time.time()))
-    request(connection, "worker", target, argv, environment, os.getcwd(), [0, 1, 2])
+    request(connection, "worker", target, argv, environment, os.getcwd(), [0, 1, 2])  # noqa: PTH109 - pathlib is slow to import
 
-    def forward(number, frame):  # type: ignore[no-untyped-def]
+    def forward(number: int, frame: object) -> None:
         connection.sendall(number.to_bytes(1, "big"))
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -202,11 +202,14 @@ def choose_launcher(config: RunConfig, options: Any, events: EventLog) -> Launch
 class Supervisor:
     """From the lock to the exit code."""
 
-    def __init__(self, config: RunConfig, paths: RunPaths, events: EventLog, launcher: Launcher) -> None:
+    def __init__(
+        self, config: RunConfig, paths: RunPaths, events: EventLog, launcher: Launcher, workflow: str = ""
+    ) -> None:
         self._config = config
         self._paths = paths
         self._events = events
         self._launcher = launcher
+        self._workflow = workflow
         self._stop: str | None = None
 
     def _asked_to_stop(self, number: int, frame: object) -> None:
@@ -221,7 +224,12 @@ class Supervisor:
             if attempt is None:
                 attempt = next_attempt(self._paths)
             self._events.update(attempt=attempt)
-            self._events.emit("supervisor_start", attached=attached, launcher=type(self._launcher).__name__)
+            self._events.emit(
+                "supervisor_start",
+                attached=attached,
+                launcher=type(self._launcher).__name__,
+                workflow=self._workflow,
+            )
             launch = Launch(self._config, self._paths, attempt)
             try:
                 if not attached:
@@ -261,7 +269,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"run {config.run_id} is complete: all {config.max_steps} steps are done", flush=True)
             return int(ExitCode.DONE)
         events = EventLog(paths.events, config.run_id, "supervisor")
-        return Supervisor(config, paths, events, choose_launcher(config, options, events)).run()
+        launcher = choose_launcher(config, options, events)
+        return Supervisor(config, paths, events, launcher, getattr(options, "workflow", "")).run()
     finally:
         os.close(lock)
 

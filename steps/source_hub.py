@@ -1,8 +1,8 @@
 """Files of a dataset on the Hugging Face hub, at one commit: ``hf://datasets/owner/name[@revision]/path-glob``.
 
-Needs the extra ``hf``. huggingface_hub itself reads the endpoint (HF_ENDPOINT) and the token (HF_TOKEN), and resumes
-what a killed download left; here the commit is pinned first, and each file is checked by its size and, where the hub
-has one, its SHA-256.
+Needs the extra ``hf``. huggingface_hub itself reads the endpoint (HF_ENDPOINT) and the token (HF_TOKEN), and does not
+fetch again what a killed download left whole; here the commit is pinned first, and each file is checked by its size
+and, where the hub has one, its SHA-256.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from trainer.errors import ConfigurationError, DataError, DeniedError, PipelineE
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-PART = 16 * 1024 * 1024
+PART = 8 * 1024 * 1024
 BLOCK = 1024 * 1024
 THREADS = 8
 TRIES = 5

@@ -118,7 +118,7 @@ def test_a_large_object_comes_in_parts_and_a_killed_download_goes_on(
     tmp_path: Path, endpoint: str, bucket: tuple[Any, str]
 ) -> None:
     client, name = bucket
-    body = large_text(130)
+    body = large_text(66)
     digest = hashlib.sha256(body).hexdigest()
     client.upload_fileobj(io.BytesIO(body), name, "large.txt", ExtraArgs={"Metadata": {"sha256": digest}})
     with proxy(endpoint) as (address, requests):
@@ -135,7 +135,7 @@ def test_a_large_object_comes_in_parts_and_a_killed_download_goes_on(
         requests.release.set()
         requests.seen.clear()
         directory, manifest = made(tmp_path, f"s3://{name}/large.txt", env=env)
-        part = 16 * MEGABYTE
+        part = 8 * MEGABYTE
         missing = [number for number in range(9) if number not in done]
         expected = [f"bytes={number * part}-{min(len(body), (number + 1) * part) - 1}" for number in missing]
         assert sorted(requests.ranges()) == sorted(expected)
@@ -206,7 +206,7 @@ def test_wrong_bytes_are_refused(tmp_path: Path, endpoint: str, bucket: tuple[An
 
 def test_an_object_that_changes_meanwhile_is_not_mixed(tmp_path: Path, endpoint: str, bucket: tuple[Any, str]) -> None:
     client, name = bucket
-    client.put_object(Bucket=name, Key="a.txt", Body=b"a" * 130 * MEGABYTE)
+    client.put_object(Bucket=name, Key="a.txt", Body=b"a" * 66 * MEGABYTE)
     with proxy(endpoint) as (address, requests):
         requests.hold_after = 0
         process = subprocess.Popen(
@@ -217,7 +217,7 @@ def test_an_object_that_changes_meanwhile_is_not_mixed(tmp_path: Path, endpoint:
         while len(requests.ranges()) < 8:  # all that are asked for at once, of nine parts
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.005)
-        client.put_object(Bucket=name, Key="a.txt", Body=b"b" * 130 * MEGABYTE)
+        client.put_object(Bucket=name, Key="a.txt", Body=b"b" * 66 * MEGABYTE)
         requests.release.set()
         _, errors = process.communicate(timeout=100)
     assert process.returncode == 69, errors
@@ -294,7 +294,7 @@ def test_access_denied(tmp_path: Path) -> None:
 
 def test_many_at_once_share_what_they_fetch(tmp_path: Path, endpoint: str, bucket: tuple[Any, str]) -> None:
     client, name = bucket
-    body = large_text(40)
+    body = large_text(20)
     client.put_object(Bucket=name, Key="a.txt", Body=body)
     arguments = command(tmp_path, f"s3://{name}/a.txt")
     env = environment({"AWS_ENDPOINT_URL": endpoint})

@@ -244,7 +244,7 @@ class Supervisor:
         if code == ExitCode.DONE:
             write_whole(self._paths.finished, str(self._config.max_steps).encode())
             print(f"run {self._paths.run_id} has finished all {self._config.max_steps} steps", flush=True)
-        self._events.emit("supervisor_end", exit_code=code, message=self._stop or "")
+        self._events.emit("supervisor_end", exit_code=code, message=self._stop or "", workflow=self._workflow)
         return code
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -64,9 +65,9 @@ def main(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in RunConfig.model_fields}
     config = build(CLUSTER_DEFAULTS | given)
     placement = {name: str(getattr(args, name.replace("-", "_"))) for name in PLACEMENT}
+    server = Server(args.argo_server, args.namespace, environment.variable(args.token_env), verify=not args.insecure)
     check(config, placement)
     workflow = authored(args.pipeline, config, placement)
-    server = Server(args.argo_server, args.namespace, environment.variable(args.token_env), verify=not args.insecure)
     for other in server.running(config.run_id):
         print(f"{other} is at work on run '{config.run_id}'; the new workflow waits for it", flush=True)
     name = server.submit(workflow)
@@ -81,7 +82,11 @@ def check(config: RunConfig, placement: dict[str, str]) -> None:
     except ValueError:
         raise ConfigurationError("--node-memory-gib and --node-shm-gib are whole numbers of GiB") from None
     pod = cluster.Placement(image=placement["image"], cpus=placement["node-cpus"], memory_gib=memory, shm_gib=shm)
-    cluster.check(config, pod, cluster.shape_of(config.model))
+    cluster.check(config, pod)
+    if cluster.PROFILES[config.profile].gpus or config.snapshot_interval_steps:
+        with warnings.catch_warnings(action="ignore"):  # of torch's import, which counting parameters needs
+            shape = cluster.shape_of(config.model)
+        cluster.check(config, pod, shape)
 
 
 def authored(pipeline: str, config: RunConfig, placement: dict[str, str]) -> Workflow:

@@ -1,0 +1,476 @@
+"""Starts tasks and leaves none behind. Runs as a program of its own, with the standard library only.
+
+    engine --(socket)--> nursery: forks a subreaper per task, nothing else
+                         subreaper: a mount namespace, the task's process, its descendants, its outputs
+                         `- task: the command, in a session of its own
+
+1. The engine sends the nursery one end of a socket pair; the nursery forks, and the fork reads its request from it.
+2. The subreaper adopts whatever its task leaves behind (PR_SET_CHILD_SUBREAPER), sessions of their own included.
+3. When the task's main process ends, every other descendant is killed, as with a container, and the outcome is sent.
+4. When the engine's end of the socket closes, for whatever reason, everything is ended: SIGTERM, two seconds, SIGKILL.
+
+The nursery is a subreaper, too: it kills what a killed subreaper left. Messages are JSON, each after its length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+from typing import Any, NoReturn
+
+ORPHAN_GRACE = 2.0
+"""Seconds between SIGTERM and SIGKILL when the engine is gone."""
+MAX_OUTPUT = 1 << 20
+"""Bytes of an output parameter's file; Argo could not store more."""
+MAX_RESULT = 256 << 10
+"""Bytes of standard output that become a result: the last ones, as in Argo."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    """Write one message whole."""
+    data = json.dumps(message).encode()
+    channel.sendall(struct.pack("!I", len(data)) + data)
+
+
+def receive(channel: socket.socket) -> Any:
+    """Read one message whole; None at the end of the stream."""
+    head = _exactly(channel, 4)
+    body = _exactly(channel, struct.unpack("!I", head)[0]) if head is not None else None
+    return None if body is None else json.loads(body)
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        part = channel.recv(count - len(data))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of a process."""
+    found: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                found += [int(child) for child in file.read().split()]
+    except FileNotFoundError:
+        return _children_by_scan(pid) if os.path.isdir(f"/proc/{pid}") and not found else found
+    except (OSError, ValueError):
+        return found
+    return found
+
+
+def _children_by_scan(pid: int) -> list[int]:
+    """The same where the kernel keeps no list of children."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{entry}/stat") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below ``pid``, nearest first."""
+    found: list[int] = []
+    pending = children(pid)
+    while pending:
+        found += pending
+        pending = [below for child in pending for below in children(child)]
+    return found
+
+
+def reap() -> dict[int, int]:
+    """Collect every child that has ended: pid -> wait status."""
+    ended: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = status
+    return ended
+
+
+def kill_all(number: int, spare: frozenset[int] = frozenset()) -> None:
+    """Send a signal to every descendant, those in ``spare`` and below them aside."""
+    pending = [child for child in children(os.getpid()) if child not in spare]
+    while pending:
+        for pid in pending:
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
+        pending = [below for child in pending for below in children(child)]
+
+
+def end_all(spare: frozenset[int] = frozenset(), patience: float = 10.0) -> None:
+    """Kill descendants until none is left; one that cannot die (a stuck system call) is given up after ``patience`` seconds."""
+    deadline, pause = time.monotonic() + patience, 0.001
+    while time.monotonic() < deadline:
+        kill_all(signal.SIGKILL, spare)
+        reap()
+        if not [child for child in children(os.getpid()) if child not in spare]:
+            return
+        time.sleep(pause)
+        pause = min(pause * 2, 0.05)
+
+
+# --- what a task sees ----------------------------------------------------------------------------------------------
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
+    if _libc.mount(*encoded, ctypes.c_ulong(flags), None) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mount on {target}: {os.strerror(code)}")
+
+
+def enter_namespace() -> None:
+    """Give this process mounts of its own; without root, with the help of a user namespace."""
+    uid, gid = os.geteuid(), os.getegid()
+    if _libc.unshare(_CLONE_NEWNS | (0 if uid == 0 else _CLONE_NEWUSER)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"unshare: {os.strerror(code)}")
+    if uid != 0:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with contextlib.suppress(FileNotFoundError), open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+
+
+class View:
+    """A private view of the file system: its own /tmp, volumes at their mount paths, directories that the host lacks."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.stage = request["stage"]
+        self.covered: set[str] = set()
+        self.handles: dict[str, int] = {}
+        enter_namespace()
+        keep = [path for path in request["keep"] if _is_under(path, "/tmp") and os.path.exists(path)]
+        for path in [request["tmp"], *keep, *(source for source, _, _ in request["binds"])]:
+            if path not in self.handles:
+                self.handles[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        self.bind(request["tmp"], "/tmp")
+        for path in sorted(keep, key=len):
+            self.bind(path, path)
+        for source, target, read_only in sorted(request["binds"], key=lambda bind: bind[1].count("/")):
+            self.bind(source, target, read_only=read_only)
+        for path in request["private"]:
+            self.make_private(path)
+        for handle in self.handles.values():
+            os.close(handle)
+
+    def bind(self, source: str, target: str, *, read_only: bool = False) -> None:
+        handle = self.handles[source]
+        self.make(target, is_file=not stat.S_ISDIR(os.fstat(handle).st_mode))
+        _mount(f"/proc/self/fd/{handle}", target, None, _MS_BIND | _MS_REC)
+        if read_only:
+            flags = os.statvfs(target).f_flag & (2 | 4 | 8)  # keep nosuid, nodev, noexec: a user namespace may not drop them
+            _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
+
+    def make(self, path: str, *, is_file: bool) -> None:
+        """Make a place to mount on, in this view only unless it is in /tmp."""
+        if os.path.lexists(path):
+            return
+        above = os.path.dirname(path)
+        while not os.path.isdir(above):
+            above = os.path.dirname(above)
+        if not _is_under(above, "/tmp"):
+            self.cover(above)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if is_file:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        else:
+            os.makedirs(path, exist_ok=True)
+
+    def make_private(self, path: str) -> None:
+        """Files that the task makes in the directory ``path`` are its own."""
+        if os.path.isdir(path) and not _is_under(path, "/tmp"):
+            self.cover(path)
+        else:
+            self.make(path, is_file=False)
+
+    def cover(self, path: str) -> None:
+        """Lay a writable copy of a directory over it, whose entries are the old ones; over / by changing the root."""
+        if path in self.covered:
+            return
+        self.covered.add(path)
+        stage = os.path.join(self.stage, str(len(self.covered)))
+        os.makedirs(stage, exist_ok=True)
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        _mount("tmpfs", stage, "tmpfs", 0)
+        os.chmod(stage, mode)
+        for entry in os.scandir(path):
+            target = os.path.join(stage, entry.name)
+            if entry.is_symlink():
+                os.symlink(os.readlink(entry.path), target)
+                continue
+            if entry.is_dir():
+                os.mkdir(target)
+            else:
+                os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+            with contextlib.suppress(OSError):
+                _mount(entry.path, target, None, _MS_BIND | _MS_REC)
+        if path == "/":
+            os.chroot(stage)
+            os.chdir("/")
+        else:
+            _mount(stage, path, None, _MS_BIND | _MS_REC)
+
+
+def _is_under(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(directory + "/")
+
+
+# --- one task ------------------------------------------------------------------------------------------------------
+
+
+class Task:
+    """One task, from its request to its outcome."""
+
+    def __init__(self, channel: socket.socket, request: dict[str, Any]) -> None:
+        self.channel = channel
+        self.request = request
+        self.main = 0
+        self.status: int | None = None
+        self.captured = b""
+        self.pipe = -1
+        self.kill_at = 0.0
+        self.engine_gone = False
+        self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, lambda number, frame: self.terminate())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self.log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def run(self) -> None:
+        try:
+            if self.request["view"] is not None:
+                View(self.request["view"])
+            self.start()
+        except OSError as error:
+            send(self.channel, {"failed": f"{error.strerror or error}"})
+            return
+        send(self.channel, {"started": self.main})
+        self.supervise()
+        end_all()
+        self.drain()
+        if self.status is not None:
+            send(self.channel, {"code": _exit_code(self.status), "outputs": self.outputs(), "result": self.result()})
+
+    def start(self) -> None:
+        """Fork the main process; a command that cannot be executed ends with 64, as with Argo's executor."""
+        read = write = -1
+        if self.request["capture"]:
+            read, write = os.pipe2(os.O_CLOEXEC)
+        self.main = os.fork()
+        if self.main == 0:
+            self.become(write)
+        if self.request["capture"]:
+            os.close(write)
+            os.set_blocking(read, False)
+            self.pipe = read
+
+    def become(self, capture: int) -> NoReturn:
+        """In the fork: turn into the task."""
+        command = self.request["command"]
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null, 0)
+            os.dup2(capture if capture >= 0 else self.log, 1)
+            os.dup2(self.log, 2)
+            os.chdir(self.request["directory"])
+            os.execvpe(command[0], command, self.request["environment"])
+        except OSError as error:
+            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+            os._exit(64)
+
+    def supervise(self) -> None:
+        """Wait for the main process to end, and for orders."""
+        while self.status is None:
+            readable = [self.wake] + ([] if self.engine_gone else [self.channel.fileno()]) + ([self.pipe] if self.pipe >= 0 else [])
+            left = max(0.0, self.kill_at - time.monotonic()) if self.kill_at else None
+            ready, _, _ = select.select(readable, [], [], left)
+            if self.wake in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake, 4096)
+            if self.pipe in ready:
+                self.read_pipe()
+            if self.channel.fileno() in ready:
+                self.obey()
+            if self.kill_at and time.monotonic() >= self.kill_at:
+                self.kill_at = 0.0
+                kill_all(signal.SIGKILL)
+            self.status = reap().get(self.main)
+
+    def obey(self) -> None:
+        """``{"grace": seconds}`` ends the task; so does the end of the stream."""
+        try:
+            order = receive(self.channel)
+        except ConnectionResetError:
+            order = None
+        self.engine_gone = order is None
+        self.terminate()
+        self.kill_at = time.monotonic() + (ORPHAN_GRACE if order is None else float(order["grace"]))
+
+    def terminate(self) -> None:
+        if self.main:
+            with contextlib.suppress(OSError):
+                os.killpg(self.main, signal.SIGTERM)
+
+    def read_pipe(self) -> bool:
+        """Copy what the task wrote to its log, and keep the end of it; False when there is no more."""
+        try:
+            data = os.read(self.pipe, 65536)
+        except BlockingIOError:
+            return False
+        if data:
+            os.write(self.log, data)
+            self.captured = (self.captured + data)[-MAX_RESULT - 1 :]
+            return True
+        os.close(self.pipe)
+        self.pipe = -1
+        return False
+
+    def drain(self) -> None:
+        while self.pipe >= 0 and self.read_pipe():
+            pass
+
+    def result(self) -> str | None:
+        if not self.request["capture"]:
+            return None
+        text = self.captured[:-1] if self.captured.endswith(b"\n") else self.captured
+        return text[-MAX_RESULT:].decode(errors="replace")
+
+    def outputs(self) -> dict[str, Any]:
+        """The files of output parameters as this view has them: text, or ``{"error": why}``."""
+        found: dict[str, Any] = {}
+        for path in self.request["outputs"]:
+            try:
+                with open(path, "rb") as file:
+                    data = file.read(MAX_OUTPUT + 1)
+                found[path] = {"error": f"larger than {MAX_OUTPUT} bytes"} if len(data) > MAX_OUTPUT else data.decode(errors="replace")
+            except OSError as error:
+                found[path] = {"error": (error.strerror or str(error)).lower()}
+        return found
+
+
+def _exit_code(status: int) -> int:
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+# --- the nursery ---------------------------------------------------------------------------------------------------
+
+
+def probe() -> str:
+    """Try a private mount in a fork; '' if that works, else why not."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            enter_namespace()
+            _mount("tmpfs", "/tmp", "tmpfs", 0)
+        except OSError as error:
+            os.write(write, f"{error.strerror}".encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read) as file:
+        return file.read()
+
+
+def nursery(engine: socket.socket) -> None:
+    """Fork a subreaper for every socket that arrives, until the engine is gone; then wait for them, and end what is left."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    living: set[int] = set()
+    gc.freeze()
+    while True:
+        ready, _, _ = select.select([engine, wake], [], [])
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+            living -= reap().keys()
+            if any(child not in living for child in children(os.getpid())):
+                end_all(frozenset(living), 2.0)
+        if engine in ready:
+            data, handles, _, _ = socket.recv_fds(engine, 1, 1)
+            if not data:
+                break
+            channel = socket.socket(fileno=handles[0])
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for handle in (engine.fileno(), wake, wake_write):
+                    os.close(handle)
+                become_subreaper(channel)
+            living.add(pid)
+            channel.close()
+    deadline = time.monotonic() + ORPHAN_GRACE + 1.0
+    while living and time.monotonic() < deadline:
+        living -= reap().keys()
+        time.sleep(0.02)
+    end_all(patience=2.0)
+
+
+def become_subreaper(channel: socket.socket) -> NoReturn:
+    """In the fork: look after one task and go."""
+    code = 1
+    try:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        os.setsid()
+        request = receive(channel)
+        if request is not None:
+            Task(channel, request).run()
+        code = 0
+    except BrokenPipeError:
+        code = 0
+    finally:
+        end_all()
+        os._exit(code)
+
+
+def main() -> None:
+    """``subreaper.py FD [FD...]``: the engine's socket, and files to keep open (a lock) for as long as anything runs."""
+    for handle in map(int, sys.argv[1:]):
+        os.set_inheritable(handle, False)
+    os.setsid()
+    engine = socket.socket(fileno=int(sys.argv[1]))
+    send(engine, {"namespaces": probe()})
+    nursery(engine)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -34,6 +35,9 @@ from trainer.recovery.base import Limits
 
 VERSIONED = ("torch", "nvidia-resiliency-ext", "hera", "holdfast")
 NARRATE_SECONDS = 0.5
+PROFILE_GPUS = {"p5": "H100", "p4de": "A100", "g5": "A10G"}
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "A10G": 70e12}
+"""Dense bf16, by the vendor's datasheets."""
 
 
 def check(config: RunConfig, dataset: Path) -> DatasetManifest:
@@ -114,7 +118,7 @@ def settle(config: RunConfig, paths: RunPaths, dataset: Path, manifest: DatasetM
         dataset=str(dataset),
         dataset_digest=manifest.digest,
         versions=versions(),
-        hardware=hardware(),
+        hardware=hardware(config),
         created=created,
     )
     record.write(paths.record)
@@ -131,9 +135,22 @@ def versions() -> dict[str, str]:
     return found
 
 
-def hardware() -> dict[str, Any]:
-    """What this machine is; with GPUs, their name and peak bf16 FLOP/s where it is known."""
-    return {"machine": platform.machine(), "cpus": os.cpu_count()}
+def hardware(config: RunConfig) -> dict[str, Any]:
+    """What a node is: its GPU and the peak bf16 FLOP/s of one, where there is a GPU here or the profile says."""
+    gpu = PROFILE_GPUS.get(config.profile, "") or local_gpu()
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in gpu), None)
+    return {"machine": platform.machine(), "cpus": os.cpu_count(), "gpu": gpu, "peak_flops": peak}
+
+
+def local_gpu() -> str:
+    """The name of this machine's first GPU, empty where there is none. Asks the driver's own tool: no CUDA here."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else ""
 
 
 def next_attempt(paths: RunPaths) -> int:

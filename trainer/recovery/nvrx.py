@@ -3,7 +3,7 @@
 | | 0.4.1 | 0.6 | 0.7 |
 |---|---|---|---|
 | ``--ft-restart-policy`` | any-failed, min-healthy | any-failed only | any-failed only |
-| rendezvous | compare-and-swap | ``--ft-rdzv-impl`` | ``--ft-rdzv-impl`` |
+| rendezvous (each its default) | compare-and-swap | barrier | barrier, the only one |
 | NIC monitor on by default | yes | no | no |
 | NIC link check before a rendezvous | no such flag | off | on |
 | GPU checks of the in-process Wrapper where LOCAL_RANK is set | no | yes | yes |
@@ -83,5 +83,5 @@ def in_job_arguments(limits: Limits) -> list[str]:
         "--ft-log-level=WARNING",
     ]
     if version() >= (0, 6):
-        arguments += ["--ft-enable-nic-healthcheck=false", "--ft-rdzv-impl=legacy"]
+        arguments += ["--ft-enable-nic-healthcheck=false"]
     return arguments

@@ -14,6 +14,7 @@ is a courtesy.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import shutil
 import sys
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         remove_snapshots(run, record.config)
         if args.status != SUCCEEDED:
             report_failed(run)
-    notify(environment.variable(WEBHOOK_VARIABLE), message(run, args))
+    notify(environment.variable(WEBHOOK_VARIABLE).strip(), message(run, args))
     if trouble is not None:
         raise trouble
     return 0
@@ -117,12 +118,12 @@ def notify(url: str, facts: dict[str, object]) -> None:
         say("the webhook is not an http(s) URL; nobody was told")
         return
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(facts).encode(), headers)
     try:
+        request = urllib.request.Request(url, json.dumps(facts).encode(), headers)
         with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS) as answer:
             say(f"the webhook answered {answer.status}")
-    except (OSError, ValueError) as error:
-        say(f"the webhook did not answer: {getattr(error, 'reason', type(error).__name__)}")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        say(f"the webhook did not answer: {type(error).__name__}")
 
 
 def say(text: str) -> None:

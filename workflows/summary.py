@@ -11,7 +11,7 @@ from trainer.records import RunReport
 
 def summary_table(report: RunReport, run: RunPaths, *, short: bool = False) -> str:
     """Aligned lines: how far, what it was worth, what happened, what was lost, where the report lies."""
-    state = "complete" if report.complete else "not complete"
+    state = "complete" if report.complete else f"not complete ({report.incomplete_reason})"
     html = str(run.report("html"))
     if short:
         return f"run '{report.run_id}' {state}: {html}"

@@ -46,6 +46,7 @@ def fault_of(kind: str, recovered_by: str) -> FaultReport:
 def report_of(config: RunConfig, *, complete: bool = True, faults: tuple[FaultReport, ...] = ()) -> RunReport:
     return RunReport.model_validate({
         "run_id": config.run_id, "config": config, "versions": {}, "complete": complete,
+        "incomplete_reason": "" if complete else "it was stopped",
         "steps_completed": 100 if complete else 40, "wall_seconds": 60.0,
         "breakdown_seconds": {
             "startup": 6, "productive": 48, "replay": 1, "checkpoint_stall": 1, "detection": 1, "recovery": 3, "other": 0,
@@ -184,7 +185,7 @@ def test_the_summary_hides_no_failure(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     report = report_of(config, complete=False, faults=(fault_of("node", "none"),))
     table = summary_table(report, RunPaths(tmp_path, "mine"))
-    assert "not complete: 40 of 100 steps" in table
+    assert "not complete (it was stopped): 40 of 100 steps" in table
     assert "1 not recovered" in table
 
 

@@ -1,0 +1,285 @@
+"""What the tests on a real cluster share: submitting the committed pipeline, watching it, and disturbing it.
+
+What they need comes from the environment, so that they run against EKS, kind or a cluster on one machine:
+
+    KUBECONFIG                 an API server with Argo Workflows; the context's namespace is used
+    HOLDFAST_TEST_IMAGE        the project's image, pullable by the nodes
+    HOLDFAST_TEST_NAMESPACE    another namespace than the context's
+    HOLDFAST_TEST_HOSTPATH     where there is no claim holdfast-fsx yet: a directory that all nodes see, to make one of
+    HOLDFAST_CLUSTER_KIT       a program that disturbs nodes: `freeze|thaw kubelet-I`, `stop|start workflow-controller`,
+                               `cut|mend POD`; the drills that need it are skipped without it
+    HOLDFAST_DRILLS_TABLE      a file to write the table of outcomes to
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steps import cluster, job_state
+from steps.kubernetes_api import ApiServer
+from trainer.paths import RunPaths
+from trainer.records import RunReport
+
+PROJECT = Path(__file__).resolve().parents[2]
+PIPELINE = PROJECT / "templates" / "training.yaml"
+ROOT = Path("/fsx")
+READER = "holdfast-test-reader"
+OVER = ("Succeeded", "Failed", "Error")
+
+SMALL = {
+    "profile": "cpu", "nodes": 2, "gpus-per-node": 1, "model": "tiny", "max-steps": 300, "global-batch-size": 4,
+    "micro-batch-size": 2, "sequence-length": 128, "checkpoint-interval-steps": 10, "recovery": "in-job",
+    "heartbeat-timeout-seconds": 10, "node-cpus": "250m", "node-memory-gib": 3, "node-shm-gib": 1, "node-lost-seconds": 30,
+    "grace-seconds": 15,
+}  # fmt: skip
+"""Two pods of one process each: what two cores can train while they also are the cluster."""
+
+
+def command(*argv: object, seconds: float = 60, check: bool = True) -> str:
+    """Run a program, with a deadline; its error text is shown when it fails."""
+    done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=seconds, check=False)
+    if check and done.returncode:
+        pytest.fail(f"{' '.join(map(str, argv))}: {done.returncode}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def until(what: str, seconds: float, check: Callable[[], Any], every: float = 1.0) -> Any:
+    """The first true answer of ``check``; fails the test when none came in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if answer := check():
+            return answer
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what}: not within {seconds:.0f} s")
+        time.sleep(every)
+
+
+@dataclass
+class Outcome:
+    """A line of the table of drills."""
+
+    drill: str
+    happened: str
+    seconds: float
+    bound: float
+    lost_steps: str
+
+
+@dataclass
+class Cluster:
+    api: ApiServer
+    image: str
+    kit_program: str
+    outcomes: list[Outcome] = field(default_factory=list)
+    workflows: dict[str, str] = field(default_factory=dict)
+    """Workflow name -> run id, of the test that runs now."""
+
+    @property
+    def namespace(self) -> str:
+        return self.api.namespace
+
+    # --- pipelines ---
+
+    def submit(self, name: str, **changes: object) -> tuple[str, str]:
+        """``argo submit`` the committed file; returns the Workflow's name and the run id."""
+        run_id = str(changes.pop("run_id", f"{name}-{secrets.token_hex(2)}"))
+        parameters = (
+            SMALL | {"image": self.image, "run-id": run_id} | {k.replace("_", "-"): v for k, v in changes.items()}
+        )
+        given = [word for key, value in parameters.items() for word in ("-p", f"{key}={value}")]
+        made = command("argo", "submit", "-n", self.namespace, PIPELINE, *given, "-o", "name").split()[-1]
+        self.workflows[made] = run_id
+        return made, run_id
+
+    def argo(self, *words: object) -> str:
+        return command("argo", "-n", self.namespace, *words)
+
+    def phase(self, workflow: str) -> str:
+        found = self.api.workflow(workflow)
+        return str((found or {}).get("status", {}).get("phase", ""))
+
+    def finish(self, workflow: str, seconds: float) -> str:
+        """Wait until a Workflow is over, exit handler included; returns its phase."""
+
+        def over() -> str:
+            phase = self.phase(workflow)
+            return phase if phase in OVER else ""
+
+        return str(until(f"the end of {workflow}", seconds, over))
+
+    def nodes(self, workflow: str, template: str) -> list[dict[str, Any]]:
+        """The pods of a step, in the order in which they started."""
+        nodes = ((self.api.workflow(workflow) or {}).get("status", {}).get("nodes") or {}).values()
+        found = [n for n in nodes if n.get("templateName") == template and n["type"] == "Pod"]
+        return sorted(found, key=lambda n: str(n.get("startedAt")))
+
+    def supervisor(self, run_id: str, workflow: str) -> dict[str, Any]:
+        """The running pod of the train step."""
+
+        def running() -> Any:
+            pods = self.api.pods(f"workflows.argoproj.io/workflow={workflow}")
+            return next(
+                (
+                    p
+                    for p in pods
+                    if "-train-" in job_state.name(p)
+                    and p["status"]["phase"] == "Running"
+                    and not job_state.deleting(p)
+                ),
+                None,
+            )
+
+        found: dict[str, Any] = until(f"the supervisor of {run_id}", 60, running)
+        return found
+
+    # --- what a run has in the cluster ---
+
+    def jobs(self, run_id: str) -> list[dict[str, Any]]:
+        return self.api.jobs(cluster.selector(run_id))
+
+    def pods(self, run_id: str) -> list[dict[str, Any]]:
+        return self.api.pods(cluster.selector(run_id))
+
+    def running(self, run_id: str, node: int) -> dict[str, Any]:
+        """The running training pod of a node."""
+
+        def look() -> Any:
+            pods = [p for p in self.pods(run_id) if job_state.index(p) == node and not job_state.deleting(p)]
+            return next((p for p in pods if p["status"]["phase"] == "Running"), None)
+
+        found: dict[str, Any] = until(f"pod {node} of {run_id}", 90, look)
+        return found
+
+    def nothing_left(self, run_id: str, seconds: float = 60) -> None:
+        def gone() -> bool:
+            return not (self.jobs(run_id) or self.pods(run_id) or self.api.services(cluster.selector(run_id)))
+
+        until(f"the last Job, pod and Service of {run_id}", seconds, gone)
+
+    # --- what a run has on the shared file system ---
+
+    def read(self, program: str) -> str:
+        """What a line of Python prints in a pod that mounts the claim."""
+        return command(
+            "kubectl", "exec", "-n", self.namespace, READER, "--", "python", "-c", program, seconds=60, check=False
+        ).strip()
+
+    def step(self, run_id: str) -> int:
+        """The furthest completed step of a run, -1 before the first."""
+        text = self.read(
+            "from pathlib import Path; from trainer.paths import RunPaths; from trainer.progress import read_now; "
+            f"print(read_now(RunPaths(Path('{ROOT}'), '{run_id}')).step)"
+        )
+        return int(text) if text.lstrip("-").isdigit() else -1
+
+    def reaches(self, run_id: str, step: int, seconds: float = 180) -> int:
+        """Wait until a run has come to ``step``; returns where it is."""
+
+        def look() -> int:
+            now = self.step(run_id)
+            return now if now >= step else 0
+
+        return int(until(f"step {step} of {run_id}", seconds, look))
+
+    def report(self, run_id: str) -> RunReport:
+        path = RunPaths(ROOT, run_id).report("json")
+        return RunReport.model_validate_json(self.read(f"print(open('{path}').read())"))
+
+    # --- disturbing it ---
+
+    def kit(self, *words: object) -> None:
+        if not self.kit_program:
+            pytest.skip("needs control over nodes: set HOLDFAST_CLUSTER_KIT")
+        command(self.kit_program, *words, seconds=60)
+
+    @contextmanager
+    def frozen(self, machine: str) -> Iterator[None]:
+        """The kubelet of a node does not answer; its containers run on."""
+        process = machine.replace("node-", "kubelet-")
+        self.kit("freeze", process)
+        try:
+            yield
+        finally:
+            self.kit("thaw", process)
+
+    # --- the table ---
+
+    def passed(self, drill: str, happened: str, seconds: float, bound: float, report: RunReport | None = None) -> None:
+        """Keep a line of the table; the drill fails if it took longer than its bound."""
+        lost = "-" if report is None else f"{report.lost_steps} ({report.committed_steps_lost} committed)"
+        self.outcomes.append(Outcome(drill, happened, seconds, bound, lost))
+        assert seconds <= bound, f"{drill}: {seconds:.0f} s, bound {bound:.0f} s"
+
+
+def whole(report: RunReport, max_steps: int) -> None:
+    """What every drill must leave: a complete run in which nothing that was committed was lost."""
+    assert report.complete
+    assert report.steps_completed == max_steps
+    assert report.committed_steps_lost == 0
+    assert (report.data_continuity.repeated, report.data_continuity.skipped) == (0, 0)
+    assert report.validation.invalid == 0
+    assert report.validation.valid >= 1
+
+
+def reader_pod(image: str) -> dict[str, Any]:
+    """A pod that mounts the claim as the steps do, and waits."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": READER},
+        "spec": {
+            "serviceAccountName": cluster.SERVICE_ACCOUNT_TRAINING,
+            "terminationGracePeriodSeconds": 0,
+            "securityContext": cluster.pod_security(),
+            "containers": [
+                {
+                    "name": "reader",
+                    "image": image,
+                    "command": ["python", "-c", "import time; time.sleep(86400)"],
+                    "volumeMounts": [{"name": "root", "mountPath": str(ROOT)}],
+                }
+            ],
+            "volumes": [{"name": "root", "persistentVolumeClaim": {"claimName": cluster.CLAIM}}],
+        },
+    }
+
+
+def versions(api: ApiServer) -> str:
+    """Of Kubernetes and Argo, for the table."""
+    server = api.call("get version", api.client("VersionApi").get_code) or {}
+    argo = command("argo", "version", "--short", check=False).split("\n")[0]
+    return f"Kubernetes {server.get('gitVersion', '?')}, {argo or 'argo ?'}"
+
+
+def table(outcomes: list[Outcome], heading: str) -> str:
+    lines = [heading, "", "| drill | what happened | seconds | bound | lost steps |", "|---|---|---|---|---|"]
+    lines += [f"| {o.drill} | {o.happened} | {o.seconds:.0f} | {o.bound:.0f} | {o.lost_steps} |" for o in outcomes]
+    return "\n".join(lines) + "\n"
+
+
+def environment(name: str) -> str:
+    return os.environ.get(name, "")
+
+
+def apply(*documents: dict[str, Any], namespace: str) -> None:
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)})
+    done = subprocess.run(
+        ["kubectl", "apply", "-n", namespace, "-f", "-"],
+        input=text,
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 
-from trainer.records import CheckpointVerdict, FaultReport, LossPoint, RunReport
+from trainer.records import FaultReport, LossPoint, RunReport
 
 BOX = 1000.0
 SMALLEST_BAR = 0.03
@@ -84,14 +84,14 @@ class Plot:
 
 
 def seconds(value: float) -> str:
-    """A duration as people say it: ``41 ms``, ``3.2 s``, ``2 min 5 s``, ``1 h 2 min``."""
+    """A duration as people say it: ``41 ms``, ``3.25 s``, ``41.2 s``, ``2 min 5 s``, ``1 h 2 min``."""
     if value < 0.0005:
         return "0 s"
-    if value < 0.1:
+    if value < 0.9995:
         return f"{value * 1000:.0f} ms"
-    if value < 60:
-        return f"{value:.1f} s"
-    if value < 3600:
+    if value < 59.95:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+    if value < 3599.5:
         minutes, rest = divmod(round(value), 60)
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     hours, minutes = divmod(round(value / 60), 60)
@@ -196,7 +196,10 @@ def fault_marks(report: RunReport) -> tuple[Mark, ...]:
 
 def time_ticks(report: RunReport) -> tuple[Mark, ...]:
     wall = report.wall_seconds
-    return tuple(Mark(100 * value / wall, seconds(value) if value else "0") for value in round_values(0.0, wall, 6) if wall)
+    def label(value: float) -> str:
+        return f"{value:g} s" if 1 <= value < 60 else seconds(value)
+
+    return tuple(Mark(100 * value / wall, label(value)) for value in round_times(wall, 6))
 
 
 def progress_plot(report: RunReport) -> Plot | None:
@@ -297,8 +300,13 @@ def round_values(low: float, high: float, about: int) -> list[float]:
     return [round(step * index, 10) for index in range(first, floor(high / step + 1e-9) + 1)]
 
 
-def verdict_words(verdicts: Iterable[CheckpointVerdict]) -> str:
-    """``3 valid, 1 not``."""
-    marks = [verdict.valid for verdict in verdicts]
-    bad = marks.count(False)
-    return f"{marks.count(True)} valid" + (f", {bad} not" if bad else "")
+TIME_STEPS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+
+
+def round_times(wall: float, about: int) -> list[float]:
+    """Round times from 0 to ``wall`` seconds as clocks are divided, some ``about`` of them."""
+    raw = wall / about
+    if raw < TIME_STEPS[0]:
+        return round_values(0.0, wall, about)
+    step = next((step for step in TIME_STEPS if step >= raw * 0.75), TIME_STEPS[-1] * max(1, round(raw / TIME_STEPS[-1])))
+    return [float(step * index) for index in range(floor(wall / step) + 1)]

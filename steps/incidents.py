@@ -160,13 +160,28 @@ def _user_stops(gap: Gap, facts: Sequence[Fact]) -> list[Incident]:
         return []
     found: list[Incident] = []
     for ended in facts:
-        if ended.name != "supervisor_end" or ended.at < gap.start or ended.whole("exit_code") != INTERRUPTED_BY_USER:
+        if ended.name != "supervisor_end" or ended.at < gap.start:
+            continue
+        next_one = next((f for f in facts if f.name == "supervisor_start" and f.at > ended.at), None)
+        if next_one is None or next_one.data.get("attached") or not _stopped_by_user(ended, next_one):
             continue
         again = next((f.at for f in facts if f.name == "launcher_start" and f.at > ended.at), gap.end)
         at = ended.at if found else _work_end(gap.before, facts, gap.start, ended.at)
         step = gap.before.completed + 1
         found.append(Incident("stop", at, at, again, step, message="stopped by the user", user_stop=True))
     return found
+
+
+def _stopped_by_user(ended: Fact, next_one: Fact) -> bool:
+    """Whether a supervisor ended because the user wanted it to, rather than the machine or the cluster.
+
+    Ctrl-C says so itself. A signal that ends a supervisor is the user's if it was another Workflow that went on with the
+    run: what the infrastructure stops, its own Workflow retries.
+    """
+    if ended.whole("exit_code") == INTERRUPTED_BY_USER or ended.text("message") == "SIGINT":
+        return True
+    workflows = ended.text("workflow"), next_one.text("workflow")
+    return bool(ended.text("message")) and all(workflows) and workflows[0] != workflows[1]
 
 
 def _work_end(world: World, facts: Sequence[Fact], start: float, end: float) -> float:
@@ -303,8 +318,8 @@ def _pod_restarts(facts: Sequence[Fact]) -> list[tuple[int, int, int]]:
     found: dict[tuple[int, int], int] = {}
     for fact in facts:
         e = fact.source
-        if fact.name == "pod_restart":
-            key = (e.attempt, e.node)
+        if fact.name == "pod_restart":  # told by the pod itself, or by the launcher about one of its nodes
+            key = (e.attempt, fact.whole("node_index", e.node))
             found[key] = max(found.get(key, 0) + 1, fact.whole("pod", 0))
         elif fact.name == "launcher_start" and e.node >= 0:
             found[(e.attempt, e.node)] = max(found.get((e.attempt, e.node), 0), e.pod)

@@ -44,6 +44,7 @@ class SimulatedRun:
     done: int = 0
     """The highest completed step of the current trajectory."""
     attempt: int = 0
+    workflow: str = "run-1"
     pods: list[int] = field(default_factory=list)
     cycles: list[int] = field(default_factory=list)
     iteration: int = 0
@@ -85,7 +86,7 @@ class SimulatedRun:
         """A new attempt of the supervisor, and its launchers."""
         self.attempt += 1
         self.pods, self.cycles, self.iteration = [0] * self.nodes, [0] * self.nodes, 0
-        self.emit("supervisor_start", role="supervisor", attached=False)
+        self.emit("supervisor_start", role="supervisor", attached=False, workflow=self.workflow)
         for node in range(self.nodes):
             self.emit("launcher_start", role="node", node=node, nodes=self.nodes)
 
@@ -195,16 +196,19 @@ class SimulatedRun:
             # The nodes that live on count a cycle; the one that is new begins at zero.
             self.cycles = [0 if n == node else cycle + 1 for n, cycle in enumerate(self.cycles)]
             self.pods[node] += 1
-            self.emit("pod_restart", role="node", node=node, pod=self.pods[node], exit_code=1)
+            self.emit("pod_restart", role="supervisor", node_index=node, pod=self.pods[node], exit_code=1)
         else:
-            self.emit("supervisor_end", role="supervisor", exit_code=75)
+            self.emit("supervisor_end", role="supervisor", exit_code=75, message="SIGTERM", workflow=self.workflow)
             self.launch()
         return {"teardown": teardown, **self.begin(resume, "recovery", tier=tier)}
 
-    def stop_by_user(self, away: float) -> None:
+    def stop_by_user(self, away: float, *, how: str = "SIGTERM") -> None:
         """The user stops the run at the end of a step and starts it again ``away`` seconds later, time that does not count."""
         self.commit()
-        self.emit("supervisor_end", role="supervisor", exit_code=130, at=self.now + 0.5)
+        self.everywhere("stop_requested", reason="stop file")
+        self.everywhere("fault_detected", layer="in_job", message="stopped as asked")
+        self.emit("supervisor_end", role="supervisor", exit_code=75, message=how, workflow=self.workflow, at=self.now + 0.5)
         self.now += away
+        self.workflow = f"run-{self.attempt + 1}"
         self.launch()
         self.begin(self.done, "startup")

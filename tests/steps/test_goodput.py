@@ -124,10 +124,12 @@ def test_the_published_schedule_replays_724_steps() -> None:
     assert found.restarts.in_job == 5
 
 
-def test_a_users_own_stop_is_left_out() -> None:
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
+def test_a_users_own_stop_is_left_out(how: str) -> None:
+    """Another Workflow goes on with what a signal ended; or Ctrl-C said it plainly."""
     run = started()
     run.step()
-    run.stop_by_user(away=3600.0)
+    run.stop_by_user(away=3600.0, how=how)
     run.step()
     found = check(run)
     assert found.wall_seconds == pytest.approx(2 * 3.05 + 2.0)
@@ -445,8 +447,8 @@ def test_any_run_is_cut_into_exclusive_pieces_that_sum_to_its_wall(data: st.Data
                 run.commit("snapshot" if snapshots else "durable")
         layer = data.draw(LAYERS, label="layer")
         if layer == "user":
-            if run.done:
-                run.stop_by_user(away=data.draw(st.floats(1.0, 1e5)))
+            run.step()  # ranks are asked at a step's end
+            run.stop_by_user(away=data.draw(st.floats(1.0, 1e5)))
             continue
         rank = data.draw(st.integers(0, run.world - 1), label="rank")
         run.fault(data.draw(KINDS), rank, into=data.draw(st.floats(0.01, 2.0)), detection=data.draw(st.floats(0.0, 9.0)))

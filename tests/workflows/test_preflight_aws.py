@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def aws() -> Iterator[Any]:
     server = ThreadedMotoServer(port=0)
     server.start()
     _, port = server.get_host_and_port()
+    reset = urllib.request.Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST")
+    urllib.request.urlopen(reset, timeout=10).close()  # what the servers of one process hold, they share
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         patch.setenv("AWS_ACCESS_KEY_ID", "testing")

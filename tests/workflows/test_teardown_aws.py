@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -24,6 +25,8 @@ def account() -> Iterator[Account]:
     server = ThreadedMotoServer(port=0)
     server.start()
     _, port = server.get_host_and_port()
+    reset = urllib.request.Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST")
+    urllib.request.urlopen(reset, timeout=10).close()  # what the servers of one process hold, they share
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         patch.setenv("AWS_ACCESS_KEY_ID", "testing")

@@ -1,0 +1,23 @@
+"""Fixtures of the fault drills: one fork server for all tests, and runs in folders of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tier_world import ForkServerProcess, Run
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerProcess]:
+    """A fork server; its imports take seconds, so all tests share it."""
+    server = ForkServerProcess.start(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def make_run(forks: ForkServerProcess, tmp_path: Path) -> Callable[..., Run]:
+    """Makes the run of this test; its arguments are those of ``Run.make``."""
+    return lambda root=tmp_path, **values: Run.make(forks, root, **values)

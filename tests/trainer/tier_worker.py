@@ -1,0 +1,169 @@
+"""One rank that saves and loads a sharded state on command, for the tests of the checkpoint tiers. Not a test.
+
+It is forked from a real fork server (``tier_world``), so the tiers, their writer processes and the process groups are
+the ones that training uses. Commands and answers are JSON lines on one socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer import environment
+from trainer.checkpointing import Completed, Tiers, TrainingState
+from trainer.errors import PipelineError, code_of
+from trainer.events import EventLog
+from trainer.loop import Session, build_tiers
+from trainer.model import ModelConfig
+from trainer.optim import build_optimizer
+from trainer.parallel import prepare
+from trainer.paths import RunPaths
+from trainer.records import RunRecord
+from trainer.recovery.base import Limits, Watch
+from trainer.rendezvous import Control, Meeting
+
+
+class Whole(Protocol):
+    """A tensor that can be gathered from all ranks."""
+
+    def full_tensor(self) -> Tensor: ...
+
+
+def shape(width: int) -> ModelConfig:
+    """Two small blocks; the bytes of a checkpoint grow with ``width``."""
+    return ModelConfig(dim=width, layers=2, heads=4, kv_heads=2, ffn_dim=2 * width, vocabulary_size=256)
+
+
+@dataclass
+class Rank:
+    """What one rank holds; every public method is a command."""
+
+    session: Session
+    width: int
+    iteration: int = -1
+    control: Control = field(init=False)
+    state: TrainingState = field(init=False)
+    tiers: Tiers = field(init=False)
+
+    def enter(self) -> int:
+        """Join the next process groups and make model, optimizer and tiers anew, as an in-process restart does."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.iteration += 1
+        env = self.session.env
+        self.session.events.update(rank=env.rank, world_size=env.world_size, iteration=self.iteration)
+        self.control = self.session.meeting.join(env, torch.device("cpu"), self.iteration)
+        model = prepare(shape(self.width), torch.device("cpu"))
+        self.state = TrainingState(model, build_optimizer(model, self.session.record.config))
+        self.tiers = build_tiers(self.session, self.control, self.state)
+        return self.iteration
+
+    def fill(self, step: int) -> None:
+        """Give every tensor the values that belong to ``step``: the same ones at every world size."""
+        for name, tensor in self.state.tensors().items():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{step}".encode()))
+            whole = torch.rand(tuple(tensor.shape), generator=generator)
+            if isinstance(tensor, DTensor):
+                local_shape, offset = compute_local_shape_and_global_offset(
+                    tensor.shape, tensor.device_mesh, tensor.placements
+                )
+                for dimension, (length, start) in enumerate(zip(local_shape, offset, strict=True)):
+                    whole = whole.narrow(dimension, min(start, whole.shape[dimension]), length)
+                tensor.to_local().copy_(whole)
+            else:
+                tensor.copy_(whole if whole.ndim else whole + step)
+
+    def spoil(self) -> None:
+        """Overwrite every tensor in place, AdamW's step included."""
+        for tensor in self.state.tensors().values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(-1.0)
+
+    def save(self, step: int, *, last: bool = False, stopping: bool = False, spoil: bool = False) -> float:
+        """What the loop does after a step; returns the seconds that it waited."""
+        busy = self.control.sum(float(self.tiers.busy()))[0] > 0
+        began = time.monotonic()
+        self.tiers.after_step(Completed(step, busy, last, stopping))
+        if spoil:
+            self.spoil()
+        return time.monotonic() - began
+
+    def train(self, first: int, last: int, pause: float = 0.0) -> int:
+        """Steps in a row, each with its own values, saved as the configuration says."""
+        for step in range(first, last + 1):
+            self.fill(step)
+            self.save(step, last=step == last)
+            if pause:
+                time.sleep(pause)
+        return last
+
+    def settle(self, seconds: float = 30.0) -> bool:
+        """Poll as the loop does until no save is in flight on this rank; whether that came in time."""
+        deadline = time.monotonic() + seconds
+        while self.tiers.busy():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def finish(self) -> None:
+        self.tiers.finish()
+
+    def resume(self) -> list[Any]:
+        """The step and the tier that were loaded."""
+        return list(self.tiers.resume())
+
+    def digest(self) -> str:
+        """Over the whole state, gathered from all ranks: the same on each."""
+        total = hashlib.sha256()
+        for name, tensor in sorted(self.state.tensors().items()):
+            whole = cast(Whole, tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+            total.update(name.encode() + whole.contiguous().numpy().tobytes())
+        return total.hexdigest()
+
+    def memory(self) -> int:
+        """Resident bytes of this process."""
+        return int(psutil.Process().memory_info().rss)
+
+    def leave(self) -> None:
+        """End without a word to anybody."""
+        os._exit(0)
+
+
+def main(descriptor: int) -> int:
+    channel = socket.socket(fileno=descriptor)
+    env = environment.read()
+    paths = RunPaths(env.run_directory.parent.parent, env.run_directory.name)
+    record = RunRecord.read(paths.record)
+    events = EventLog(
+        paths.events, paths.run_id, "trainer", attempt=env.attempt, rank=env.rank, world_size=env.world_size
+    )
+    torch.set_num_threads(1)
+    watch = Watch(Limits.of(record.config))
+    watch.start()
+    rank = Rank(Session(env, record, paths, events, watch, Meeting(env, 60)), int(sys.argv[1]))
+    reader = channel.makefile("r")
+    channel.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+    for line in reader:
+        wanted = json.loads(line)
+        try:
+            answer: dict[str, Any] = {"value": getattr(rank, wanted["command"])(**wanted["arguments"])}
+        except PipelineError as error:
+            answer = {"error": str(error), "code": code_of(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}", "code": 1}
+        channel.sendall(json.dumps(answer).encode() + b"\n")
+    return 0

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
-from trainer.config import RunConfig, flag
+from steps.cluster import PROFILES
+from trainer.config import OneLineParser, RunConfig, build, flag, from_namespace, to_text
+from trainer.errors import FINAL_CODES, ExitCode
+from workflows.parameters import workflow_parameters
+from workflows.run import COMMANDS
 
 PROJECT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for top in ("workflows", "steps", "trainer") for path in (PROJECT / top).rglob("*.py"))
@@ -168,3 +175,80 @@ def test_what_was_tested_is_pinned() -> None:
     pinned = {line.split("==")[0].lower() for line in lines if "==" in line and not line.startswith("#")}
     assert wanted - pinned == {"nvidia-resiliency-ext"}
     assert "torch==2.13.0" in lines
+
+
+# --- documents ---------------------------------------------------------------------------------------------------------
+
+
+def flags_table() -> str:
+    lines = ["| flag | default | what |", "|---|---|---|"]
+    for name, field in RunConfig.model_fields.items():
+        default = f"`{to_text(field.default)}`" if to_text(field.default) else ""
+        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        listed = f": {', '.join(f'`{choice}`' for choice in choices)}" if choices else ""
+        lines.append(f"| `{flag(name)}` | {default} | {field.description}{listed} |")
+    return "\n".join(lines)
+
+
+def test_the_readme_lists_the_flags() -> None:
+    text = (PROJECT / "README.md").read_text()
+    table = re.search(r"<!-- flags -->\n(.*)\n<!-- /flags -->", text, re.DOTALL)
+    assert table is not None
+    assert table.group(1).strip() == flags_table(), f"put this between the marks in README.md:\n{flags_table()}"
+
+
+def test_the_readme_lists_the_commands() -> None:
+    text = (PROJECT / "README.md").read_text()
+    assert [name for name in COMMANDS if not re.search(rf"^\|.*`{name}[` ]", text, re.MULTILINE)] == []
+
+
+def test_the_exit_codes_in_the_architecture_are_the_code_s() -> None:
+    text = (PROJECT / "ARCHITECTURE.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \| .* \| ?(no|yes)?[^|]*\|$", text, re.MULTILINE))
+    assert {int(code) for code in rows} == set(map(int, ExitCode))
+    assert {int(code) for code, retried in rows.items() if retried == "no"} == FINAL_CODES
+
+
+@pytest.mark.parametrize("name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_links_and_targets_in_documents_exist(name: str) -> None:
+    text = (PROJECT / name).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (PROJECT / link).exists()]
+    assert links == []
+    targets = set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)) <= targets
+
+
+DOCUMENTS = [*PROJECT.glob("*.md"), *(PROJECT / "docs").glob("*.md")]
+CAPITALS = re.compile(r"\b[A-Z]{3,}\b|\$\{?\w+\}?")
+
+
+def commands(program: str) -> list[list[str]]:
+    """The command lines of the documents that begin with ``program``, placeholders replaced, without their comments."""
+    found = []
+    for path in DOCUMENTS:
+        for line in path.read_text().replace("\\\n", " ").splitlines():
+            if line.startswith(program):
+                found.append(shlex.split(CAPITALS.sub("x", line.removeprefix(program)), comments=True))
+    return found
+
+
+@pytest.mark.parametrize("words", commands("python workflows/run.py"), ids=" ".join)
+def test_the_commands_in_the_documents_are_commands(words: list[str]) -> None:
+    command = COMMANDS[words[0]]
+    module = importlib.import_module(command.module)
+    suffix = f"_{command.entry}" if command.entry else ""
+    parser = OneLineParser(prog="run.py")
+    getattr(module, f"add_arguments{suffix}")(parser)
+    args = parser.parse_args(words[1:])
+    from_namespace(args)
+
+
+@pytest.mark.parametrize("words", commands("argo submit"), ids=" ".join)
+def test_the_submissions_in_the_documents_are_valid(words: list[str]) -> None:
+    pairs = dict(words[i + 1].split("=", 1) for i, word in enumerate(words) if word == "-p")
+    known = {spec.name: spec.value for spec in workflow_parameters()}
+    assert set(pairs) <= set(known)
+    values = {name.replace("-", "_"): value for name, value in (known | pairs).items()}
+    config = build({name: value for name, value in values.items() if name in RunConfig.model_fields})
+    profile = PROFILES[config.profile]
+    assert not profile.gpus or config.gpus_per_node == profile.gpus

@@ -240,7 +240,8 @@ def test_the_commands_in_the_documents_are_commands(words: list[str]) -> None:
     parser = OneLineParser(prog="run.py")
     getattr(module, f"add_arguments{suffix}")(parser)
     args = parser.parse_args(words[1:])
-    from_namespace(args)
+    if words[0] in ("local", "submit", "preflight"):
+        from_namespace(args)
 
 
 @pytest.mark.parametrize("words", commands("argo submit"), ids=" ".join)

@@ -188,7 +188,7 @@ class Iteration:
         finite = math.isfinite(mine) and math.isfinite(norm)
         stop = session.paths.stop_file(session.env.attempt).exists()
         total, bad, stopping, busy, _ = control.sum(
-            mine if finite else 0.0, float(not finite), float(stop), float(self.tiers.busy()), float(step)
+            mine if finite else 0.0, float(not finite), float(stop), float(self.tiers.busy(step)), float(step)
         )
         completed = Completed(step, busy > 0, step == config.max_steps, stopping > 0)
         if bad:

@@ -130,6 +130,9 @@ class CheckpointVerdict(BaseModel):
     reason: str = Field("", description="why it is not valid")
     bytes: int = 0
     loss: float | None = Field(None, description="loss on held data of the loaded model, nats per token")
+    kind: Literal["checkpoint", "quarantined", "stray"] = Field(
+        "checkpoint", description="stray: never finished, or being removed; it was never taken for a checkpoint"
+    )
 
 
 class ValidationReport(Record):

@@ -48,8 +48,9 @@ class Tiers:
         for tier in self._tiers.values():
             tier.after_step(completed)
 
-    def busy(self) -> bool:
-        return any([tier.busy() for tier in self._tiers.values()])
+    def busy(self, step: int) -> bool:
+        states = [tier.busy(step) for tier in self._tiers.values()]  # every tier looks after its writer
+        return any(states)
 
     def finish(self) -> None:
         for tier in self._tiers.values():

@@ -78,8 +78,8 @@ class Tier(Protocol):
     def after_step(self, completed: Completed) -> None:
         """Save if it is time to. Every rank calls it with the same value."""
 
-    def busy(self) -> bool:
-        """Whether a save of this rank is in flight; looks after the writer."""
+    def busy(self, step: int) -> bool:
+        """Whether a save of this rank is in flight; looks after the writer. Called before ``step`` is agreed on."""
 
     def finish(self) -> None:
         """Wait until what is in flight is durable, or given up. Collective."""

@@ -30,14 +30,18 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpointing.base import Completed, TrainingState
 from trainer.checkpointing.staging import AnonymousBuffer, layout_of
-from trainer.checkpointing.writer import Commit, Fenced, ForkedQueue, Job, SaveFailed, leave, run
+from trainer.checkpointing.writer import Commit, Fenced, ForkedQueue, Job, SaveFailed, leave, remove_strays, run
 from trainer.config import RunConfig
-from trainer.errors import DataError, StoppedError
+from trainer.errors import DataError, PipelineError, StoppedError, UnavailableError
 from trainer.events import EventLog
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.records import CheckpointManifest, RunRecord
 from trainer.recovery.base import Watch
 from trainer.rendezvous import Control
+
+
+REASON = "refused.txt"
+"""Left in a quarantined checkpoint: why it is there."""
 
 
 class WriterSlot:
@@ -47,6 +51,10 @@ class WriterSlot:
         self.queue = ForkedQueue(deadline)
         self.staging: AnonymousBuffer | None = None
         self.in_flight: Job | None = None
+        self.starting = False
+        """Between the description of a save and its start: where a restart's exception leaves neither done nor undone."""
+        self.scheduled = ""
+        """Name of the newest save's directory, once it has started."""
         self.step = -1
         self.started = 0.0
 
@@ -84,35 +92,75 @@ class DurableTier:
         self._pin = torch.cuda.is_available()
         self._plan: tuple[SavePlan, Metadata | None, str] | None = None
         self._saved = -1
+        self._committed = -1
+        self._saves = 0
         self.refused: list[str] = []
 
     # -- resuming
 
     def candidates(self) -> Iterator[int]:
-        mine = self._survey() if self._control.rank == 0 else None
-        steps, refused = self._control.from_rank_0(mine)
-        self.refused += refused
-        yield from steps
+        self._reconcile()
+        tried: set[int] = set()
+        while True:  # (a save that is still in flight may commit meanwhile, and its retention remove what was seen before)
+            mine = self._survey() if self._control.rank == 0 else None
+            steps, refused = self._control.from_rank_0(mine)
+            self.refused += [reason for reason in refused if reason not in self.refused]
+            new = [step for step in steps if step not in tried]
+            if not new:
+                return
+            tried.update(new)
+            yield from new
+
+    def _reconcile(self) -> None:
+        """A restart may have come while a save began: one that has not begun on every rank can never be whole."""
+        slot = self._slot
+        if slot.starting:
+            slot.starting = False
+            slot.queue.close()
+            if slot.in_flight is not None:
+                self._failed(SaveFailed("a restart came while it began"))
+        scheduled = self._control.gather(slot.scheduled)
+        job = slot.in_flight
+        if job is not None and job.commit is not None:
+            for rank, name in enumerate(scheduled):
+                if name != job.directory.name:
+                    with contextlib.suppress(OSError):
+                        leave(job.directory / f".failed-{rank}", b"a restart came before it began")
 
     def _survey(self) -> tuple[list[int], list[str]]:
         """Rank 0: the steps whose manifests are good, newest first, and why others are not; strays are removed."""
         steps, refused = [], []
         busy = self._slot.in_flight
-        self._paths.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not self._paths.checkpoints.is_dir():
+            return [], []
+        remove_strays(self._paths, self._attempt, busy.directory if busy else None)
         for path in sorted(self._paths.checkpoints.iterdir(), reverse=True):
             match = CHECKPOINT_NAME.match(path.name)
             if match is None:
-                if path.name.startswith((".tmp-", ".old-")) and not (busy and busy.directory == path):
-                    shutil.rmtree(path, ignore_errors=True)
                 continue
-            reason = self._wrong(path)
-            if reason:
+            reason = self._wrong(path) and self._wrong(path)  # twice: a network file system may take a moment
+            if reason and path.exists():
                 self._events.emit("checkpoint_refused", path=str(path), reason=reason)
                 refused.append(f"{path.name}: {reason}")
                 self._quarantine(path, reason)
-            else:
+            elif not reason:
                 steps.append(int(match[1]))
+        if not steps and not refused:
+            refused = self._quarantined()
         return steps, refused
+
+    def _quarantined(self) -> list[str]:
+        """What earlier starts have refused. It still counts: a run that had checkpoints never begins from scratch."""
+        if not self._paths.quarantine.is_dir():
+            return []
+        found = []
+        for path in sorted(self._paths.quarantine.iterdir()):
+            try:
+                reason = (path / REASON).read_text().strip()
+            except OSError:
+                reason = "it was quarantined"
+            found.append(f"{path.name.rpartition('-')[0]}: {reason}")
+        return found
 
     def _wrong(self, path: Path) -> str:
         """Why the manifest of ``path`` is not one to load, or nothing. Cheap: sizes, not hashes."""
@@ -126,6 +174,8 @@ class DurableTier:
             return f"it belongs to run {manifest.run_id}"
         if manifest.config_digest != self._digest:
             return "it was made with another configuration"
+        if path != self._paths.checkpoint(manifest.step):
+            return f"its manifest is of step {manifest.step}"
         for file in manifest.files:
             if Path(file.name).is_absolute() or ".." in Path(file.name).parts:
                 return f"its manifest names a foreign path {file.name}"
@@ -145,8 +195,10 @@ class DurableTier:
                 self._events.emit("checkpoint_refused", path=str(path), reason=reason)
             reasons = [r for r in self._control.gather(reason) if r]
             if not reasons:
-                self._saved = step
+                self._saved = self._committed = step
                 return True
+            if self._control.sum(float(not path.exists()))[0]:
+                return False  # retention removed it meanwhile: a newer one was committed
             if last_try:
                 self.refused.append(f"{path.name}: {reasons[0]}")
                 if self._control.rank == 0:
@@ -187,10 +239,11 @@ class DurableTier:
         with contextlib.suppress(OSError):
             path.rename(target)
             self._events.emit("quarantined", path=str(target), reason=reason)
+            (target / REASON).write_text(reason + "\n")
 
     # -- saving
 
-    def busy(self) -> bool:
+    def busy(self, step: int) -> bool:
         """Look after a save in flight: report its end, whatever it is."""
         slot = self._slot
         if slot.in_flight is None:
@@ -209,6 +262,7 @@ class DurableTier:
         job, self._slot.in_flight = self._slot.in_flight, None
         assert job is not None
         if job.commit is not None:
+            self._committed = self._slot.step
             self._events.emit(
                 "commit",
                 step=self._slot.step,
@@ -244,38 +298,58 @@ class DurableTier:
             return
         if completed.busy:
             self.finish()
-        self._save(completed.step)
         if forced:
-            self.finish()
+            self._save_for_sure(completed.step, completed.last)
+        else:
+            self._save(completed.step, self._config.checkpoint_mode)
 
-    def _save(self, step: int) -> None:
+    def _save_for_sure(self, step: int, last: bool) -> None:
+        """A save that nothing comes after: when it comes to nothing it is made once more, in this process."""
+        for mode in (self._config.checkpoint_mode, "sync"):
+            self._save(step, mode)
+            self.finish()
+            if self._control.all(self._control.rank != 0 or self._committed == step):
+                return
+        if last:
+            raise UnavailableError(
+                f"the last checkpoint, of step {step}, could not be written to {self._paths.checkpoints}; "
+                "the reason is in the events (save_failed); once there is room, another attempt goes on from the one before"
+            )
+
+    def _save(self, step: int, mode: str) -> None:
         began = time.monotonic()
-        mode = self._config.checkpoint_mode
         if self._control.rank == 0:
             self._events.emit("save_start", step=step, mode=mode, tier="durable")
         with self._watch.phase(self._watch.limits.save * 1.5):
-            job = self._stage(step)
-            self._slot.in_flight, self._slot.step, self._slot.started = job, step, began
+            job = self._stage(step, mode)
+            slot = self._slot
+            slot.starting = True
+            slot.in_flight, slot.step, slot.started, slot.scheduled = job, step, began, ""
             self._saved = step
             try:
                 if mode == "sync":
                     self._done(run(job))
                 else:
-                    self._slot.queue.start(job)
-            except (SaveFailed, OSError) as error:
-                self._slot.queue.close()
-                self._failed(error if isinstance(error, SaveFailed) else SaveFailed(str(error)))
+                    slot.queue.start(job)
+                    slot.scheduled = job.directory.name
+            except PipelineError:
+                raise
+            except Exception as error:  # torch's writer raises what it likes, and a save is not worth a training
+                slot.queue.close()
+                self._failed(error if isinstance(error, SaveFailed) else SaveFailed(f"{type(error).__name__}: {error}"))
+            slot.starting = False
             if mode == "sync":
                 self._control.all(True)  # nobody goes on before the commit
         self._events.emit("stall", step=step, seconds=time.monotonic() - began, reason="save")
 
-    def _stage(self, step: int) -> Job:
+    def _stage(self, step: int, mode: str) -> Job:
         """Copy the state and describe the save."""
         tensors = self._state.tensors()
         layout, size = layout_of(tensors)
         plan, metadata, nonce = self._planned(tensors)
         staging = self._slot.buffer(size, pin=self._pin)
         staging.buffer.store(tensors, layout)
+        self._saves += 1  # (the same on every rank: a directory is never used twice)
         commit = None
         if metadata is not None:
             manifest = CheckpointManifest(
@@ -290,7 +364,7 @@ class DurableTier:
             )
             commit = Commit(metadata, manifest, self._paths, self._config.keep_checkpoints)
         return Job(
-            directory=self._paths.checkpoints / f".tmp-{step:08d}-{nonce}",
+            directory=self._paths.checkpoints / f".tmp-{step:08d}-{nonce}-{self._saves}",
             rank=self._control.rank,
             plan=plan,
             buffer=staging.path,
@@ -298,7 +372,7 @@ class DurableTier:
             layout=layout,
             deadline=self._config.save_timeout_seconds,
             commit=commit,
-            staged=staging.buffer.flat if self._config.checkpoint_mode == "sync" else None,
+            staged=staging.buffer.flat if mode == "sync" else None,
         )
 
     def _planned(self, tensors: dict[str, Tensor]) -> tuple[SavePlan, Metadata | None, str]:
@@ -317,7 +391,7 @@ class DurableTier:
     def finish(self) -> None:
         began = time.monotonic()
         with self._watch.phase(self._watch.limits.save * 1.5):
-            while self.busy():
+            while self.busy(self._slot.step):
                 time.sleep(0.005)
             self._control.all(True)
         self._events.emit("stall", step=self._slot.step, seconds=time.monotonic() - began, reason="drain")

@@ -5,8 +5,8 @@ rank keeps two generations, so that one is whole while the other is written:
 
     <snapshot root>/holdfast-<run>/node-<n>/rank-<r>-<0|1>     header (4096 bytes), then the tensors
 
-The header holds what the copy is of (step, world size, rank, config digest, CRC-32 of the bytes) and is cleared before
-the copy begins and written after it has ended. A snapshot of step s is taken after all ranks have agreed that step s
+The header holds what the copy is of (step, world size, rank, config digest, CRC-32 of the bytes). It is cleared before
+the copy begins and written after it has ended, by a thread, once the checksum is known. A snapshot of step s is taken after all ranks have agreed that step s
 is done (``Control.sum``), so it is never of a state that only survivors of an abort believe in. Training resumes at
 the newest step that every rank holds whole.
 """
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,11 +34,23 @@ HEADER = 4096
 GENERATIONS = 2
 
 
+@dataclass(frozen=True)
+class Sealing:
+    """A copy that is in place, and whose checksum and header are still to come."""
+
+    step: int
+    path: Path
+    buffer: HostBuffer
+    header: dict[str, int | str]
+    started: float
+
+
 class SnapshotSlot:
-    """This rank's two mapped files; outlives an in-process restart."""
+    """This rank's two mapped files, and the thread that seals the newest; outlives an in-process restart."""
 
     def __init__(self) -> None:
         self.buffers: dict[Path, HostBuffer] = {}
+        self._thread: threading.Thread | None = None
 
     def open(self, path: Path, size: int, *, pin: bool) -> HostBuffer:
         found = self.buffers.get(path)
@@ -54,6 +68,34 @@ class SnapshotSlot:
         finally:
             os.close(fd)
         return self.buffers[path]
+
+    def seal(self, sealing: Sealing, events: EventLog) -> None:
+        """Checksum and header, in the background: the checksum of gigabytes takes longer than their copy."""
+        self.join()
+        self._thread = threading.Thread(target=_seal, args=(sealing, events), name="snapshot", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the newest snapshot is sealed; it always ends: it only computes and writes to memory."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+def _seal(sealing: Sealing, events: EventLog) -> None:
+    try:
+        write_header(sealing.path, sealing.header | {"crc": sealing.buffer.checksum()})
+    except OSError as error:
+        events.emit("save_failed", step=sealing.step, tier="snapshot", reason=str(error))
+        return
+    events.emit(
+        "commit",
+        step=sealing.step,
+        tier="snapshot",
+        bytes=sealing.buffer.size,
+        seconds=time.monotonic() - sealing.started,
+        path=str(sealing.path),
+    )
 
 
 class SnapshotTier:
@@ -100,6 +142,7 @@ class SnapshotTier:
         return found
 
     def candidates(self) -> Iterator[int]:
+        self._slot.join()
         everywhere = self._control.gather(sorted(self._whole()))
         yield from sorted(set.intersection(*map(set, everywhere)), reverse=True)
 
@@ -123,40 +166,37 @@ class SnapshotTier:
         if self._broken or completed.step % self._interval or completed.last or completed.stopping:
             return
         began = time.monotonic()
+        self._slot.join()
         whole = {path: step for step, path in self._whole().items()}
         generations = [self._path(generation) for generation in range(GENERATIONS)]
         path = min(generations, key=lambda path: whole.get(path, -1))
+        header: dict[str, int | str] = {
+            "step": completed.step,
+            "world_size": self._control.world_size,
+            "rank": self._control.rank,
+            "digest": self._digest,
+            "size": self._size,
+        }
         with self._watch.phase(self._watch.limits.save):
             try:
                 buffer = self._slot.open(path, self._size, pin=self._pin)
                 write_header(path, {})
                 buffer.store(self._tensors, self._layout)
-                write_header(
-                    path,
-                    {
-                        "step": completed.step,
-                        "world_size": self._control.world_size,
-                        "rank": self._control.rank,
-                        "digest": self._digest,
-                        "size": self._size,
-                        "crc": buffer.checksum(),
-                    },
-                )
+                self._slot.seal(Sealing(completed.step, path, buffer, header, began), self._events)
             except OSError as error:
                 self._broken = True
                 self._events.emit("save_failed", step=completed.step, tier="snapshot", reason=str(error))
-        seconds = time.monotonic() - began
-        self._events.emit("stall", step=completed.step, seconds=seconds, reason="snapshot")
-        if not self._broken:
-            self._events.emit(
-                "commit", step=completed.step, tier="snapshot", bytes=self._size, seconds=seconds, path=str(path)
-            )
+        self._events.emit("stall", step=completed.step, seconds=time.monotonic() - began, reason="snapshot")
 
-    def busy(self) -> bool:
+    def busy(self, step: int) -> bool:
+        """Before a step that overwrites a generation is agreed on, this rank's other one is sealed: so is every rank's
+        by the time that any rank goes on, and the newest step that all hold is never lost."""
+        if step % self._interval == 0:
+            self._slot.join()
         return False
 
     def finish(self) -> None:
-        """A snapshot is whole when ``after_step`` returns."""
+        self._slot.join()
 
     def close(self) -> None:
         """The files stay; the slot outlives this iteration."""

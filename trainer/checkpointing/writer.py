@@ -7,7 +7,7 @@ one that died, raised or outran its deadline is an exception here.
 
 What is in the background:
 
-1. Open the staging buffer, write this rank's shards with torch's DCP writer into ``.tmp-<step>-<nonce>/``, fsync.
+1. Open the staging buffer, write this rank's shards with torch's DCP writer into ``.tmp-<step>-<attempt>-<nonce>/``, fsync.
 2. Hash them, leave ``.rank-<n>`` with the write results, or ``.failed-<n>``.
 3. Rank 0 waits for all ranks' results (no collectives: files say it), writes DCP's metadata, then the manifest,
    fsyncs, checks the fence, and renames the directory to its final name. That is the commit. Then retention.
@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -39,9 +40,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer import environment
 from trainer.checkpointing.staging import Layout, open_buffer
-from trainer.paths import MANIFEST, RunPaths
+from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.records import CheckpointManifest, FileRecord, fsync_directory
 from trainer.recovery.stub import request
+
+
+STRAY_NAME = re.compile(r"^(?:\.tmp-\d+-(\d+)-.*|\.old-.*)$")
+"""``.tmp-<step>-<attempt>-<nonce>``: a save; ``.old-<name>``: a removal."""
 
 
 class SaveFailed(Exception):
@@ -180,7 +185,7 @@ def commit(job: Job, wanted: Commit, everything: list[Written]) -> int:
         storage.update({result.index: result.storage_data for result in written.results})
         files += written.files
     metadata.storage_data = storage
-    for leftover in directory.glob(".rank-*"):
+    for leftover in [*directory.glob(".rank-*"), *directory.glob(".failed-*")]:
         leftover.unlink()
     with (directory / ".metadata").open("wb") as file:
         pickle.dump(metadata, file)
@@ -203,6 +208,7 @@ def commit(job: Job, wanted: Commit, everything: list[Written]) -> int:
         directory.rename(final)
         fsync_directory(final.parent)
     retain(wanted.paths, wanted.keep)
+    remove_strays(wanted.paths, manifest.attempt, None)
     return sum(file.size for file in files)
 
 
@@ -216,12 +222,20 @@ def newest_attempt(paths: RunPaths) -> int:
 
 def retain(paths: RunPaths, keep: int) -> None:
     """Remove all but the newest ``keep`` committed checkpoints; each loses its name first, so none is half there."""
-    committed = sorted(path for path in paths.checkpoints.glob("step-*"))
+    committed = sorted(path for path in paths.checkpoints.iterdir() if CHECKPOINT_NAME.match(path.name))
     for path in committed[:-keep]:
         doomed = path.with_name(f".old-{path.name}")
         with contextlib.suppress(OSError):
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_strays(paths: RunPaths, attempt: int, busy: Path | None) -> None:
+    """Remove what interrupted saves and removals have left, but for ``busy`` and for what a newer attempt is writing."""
+    for path in paths.checkpoints.iterdir():
+        match = STRAY_NAME.match(path.name)
+        if match and path != busy and int(match[1] or 0) <= attempt:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class ForkedCaller(AsyncCaller):

@@ -39,7 +39,6 @@ from trainer.records import CheckpointManifest, RunRecord
 from trainer.recovery.base import Watch
 from trainer.rendezvous import Control
 
-
 REASON = "refused.txt"
 """Left in a quarantined checkpoint: why it is there."""
 
@@ -101,7 +100,7 @@ class DurableTier:
     def candidates(self) -> Iterator[int]:
         self._reconcile()
         tried: set[int] = set()
-        while True:  # (a save that is still in flight may commit meanwhile, and its retention remove what was seen before)
+        while True:  # a save still in flight may commit meanwhile, and its retention remove what was seen before
             mine = self._survey() if self._control.rank == 0 else None
             steps, refused = self._control.from_rank_0(mine)
             self.refused += [reason for reason in refused if reason not in self.refused]
@@ -198,7 +197,8 @@ class DurableTier:
                 self._saved = self._committed = step
                 return True
             if self._control.sum(float(not path.exists()))[0]:
-                return False  # retention removed it meanwhile: a newer one was committed
+                self.refused.append(f"{path.name}: it was removed while it was read")
+                return False  # by retention: a newer one was committed
             if last_try:
                 self.refused.append(f"{path.name}: {reasons[0]}")
                 if self._control.rank == 0:

@@ -44,7 +44,6 @@ from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.records import CheckpointManifest, FileRecord, fsync_directory
 from trainer.recovery.stub import request
 
-
 STRAY_NAME = re.compile(r"^(?:\.tmp-\d+-(\d+)-.*|\.old-.*)$")
 """``.tmp-<step>-<attempt>-<nonce>``: a save; ``.old-<name>``: a removal."""
 

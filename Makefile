@@ -10,7 +10,7 @@ RUN_ID ?= demo
 
 # Two processes, five faults of three kinds, a short heartbeat so that a hang is not waited for long.
 DEMO := --run-id $(RUN_ID) --model tiny --gpus-per-node 2 --recovery combined --max-steps 80 \
-	--checkpoint-interval-steps 10 --fault-count 5 --fault-kinds exception,hang,sigkill --heartbeat-timeout-seconds 5
+	--checkpoint-interval-steps 10 --snapshot-interval-steps 1 --fault-count 5 --fault-kinds exception,hang,sigkill --heartbeat-timeout-seconds 5
 
 .PHONY: help setup demo test lint ci compile cluster-test drills clean
 

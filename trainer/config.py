@@ -60,7 +60,7 @@ class RunConfig(BaseModel):
     checkpoint_mode: Literal["async", "sync", "off"] = Field("async", description="how the durable tier saves")
     checkpoint_interval_steps: int = Field(10, ge=1, description="steps between durable checkpoints")
     keep_checkpoints: int = Field(3, ge=1, description="durable checkpoints kept")
-    snapshot_interval_steps: int = Field(0, ge=0, description="steps between node-local snapshots (0: off)")
+    snapshot_interval_steps: int = Field(5, ge=0, description="steps between node-local snapshots (0: off)")
     snapshot_root: Path = Field(Path("/dev/shm"), description="memory-backed directory of the node-local tier")
     snapshot_replicas: int = Field(0, ge=0, le=1, description="copies of a node's snapshot kept on a peer node")
 

@@ -32,7 +32,6 @@ from workflows.local.pods.runner import Runner
 from workflows.local.state import WorkflowState
 from workflows.local.store import LOCK_PATIENCE, Store
 from workflows.local.suspension import Suspensions
-from workflows.local.validate import Validation
 
 STOP_GRACE = 3.0
 """Seconds that tasks get between SIGTERM and SIGKILL when the engine itself is told to stop."""
@@ -136,12 +135,10 @@ class Engine:
 
     def check_machine(self) -> None:
         """Refuse a workflow whose commands or mounts this machine does not have."""
-        validation = Validation(self.plan)
-        validation.run()
         scope = {f"workflow.parameters.{p['name']}": str(p.get("value", "")) for p in (self.plan.spec.get("arguments") or {}).get("parameters") or ()}
         self.runner.volumes = Substitution(scope).apply(self.runner.volumes)
         try:
-            for _, raw, where in validation.reached.values():
+            for raw, where in self.plan.reached:
                 self._check_template(Template(Substitution(scope).apply(raw)), where)
         except ConfigurationError:
             self.launcher.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _plan(path: Path, documents: list[Any], number: int, parameters: dict[str, s
             raise _refusal(findings.refused[0]) from None
         raise
     _refuse(findings.refused, validation)
-    return plan
+    return replace(plan, reached=tuple((raw, where) for _, raw, where in validation.reached.values()))
 
 
 def _from_template(metadata: Raw) -> Raw:

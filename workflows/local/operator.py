@@ -65,7 +65,7 @@ class Operator:
         self.updated = False
         self._timers: list[tuple[float, int, Execution | None]] = []
         self._counter = itertools.count()
-        self._results: dict[tuple[str, str], bool] = {}
+        self._results: dict[str, frozenset[str]] = {}
         self._deferred: list[Execution] = []
 
     # --- the outside ---------------------------------------------------------------------------------------------
@@ -547,14 +547,9 @@ class Operator:
         around = self._template_at(boundary) if boundary is not None else None
         if around is None:
             return False
-        name = _call_name(execution.name)
-        key = (execution.boundary_id, name)
-        if key not in self._results:
-            kind = "tasks" if around.type == "dag" else "steps"
-            text = to_json(around.raw)
-            patterns = (rf"{kind}\.{re.escape(name)}\.outputs\.result", rf"{kind}\[['\"]{re.escape(name)}['\"]\]\.outputs.result")
-            self._results[key] = any(re.search(pattern, text) for pattern in patterns)
-        return self._results[key]
+        if execution.boundary_id not in self._results:
+            self._results[execution.boundary_id] = _results_wanted(around)
+        return _call_name(execution.name) in self._results[execution.boundary_id]
 
     def _suspend(self, execution: Execution, node: Node | None) -> Node:
         assert execution.template is not None
@@ -593,6 +588,12 @@ def _supplied_outputs(execution: Execution) -> Outputs | None:
             source["default"] = defaults[parameter.name]
         listed.append(parameter.write() | {"valueFrom": source})
     return Outputs(listed) if listed else None
+
+
+def _results_wanted(template: Template) -> frozenset[str]:
+    """The steps or tasks whose result the text of a template mentions (in brackets only with single quotes, as in Argo)."""
+    kind, text = "tasks" if template.type == "dag" else "steps", to_json(template.raw)
+    return frozenset(re.findall(rf"{kind}\.([-\w]+)\.outputs\.result", text) + re.findall(rf"{kind}\['([^']*)'\]\.outputs.result", text))
 
 
 _TRAILERS: Callable[[str], Any] = re.compile(r"(\([^()]*\)|\[[^\[\]]*\])+$").search

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from workflows.local.document import Where
 from workflows.local.language.exprsyntax import ExpressionError, parse
 from workflows.local.language.values import any_string
 
@@ -292,6 +293,8 @@ class Plan:
     """``namespaced/NAME`` or ``cluster/NAME`` -> the spec of a workflow template."""
     ignored: tuple[str, ...] = ()
     """Fields that concern only a cluster."""
+    reached: tuple[tuple[Raw, Where], ...] = ()
+    """The templates that the workflow can get to, and where they stand in the file."""
 
     @property
     def name(self) -> str | None:

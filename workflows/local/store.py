@@ -65,8 +65,8 @@ class Store:
 
     def begin(self, plan: Plan, state: WorkflowState) -> None:
         """Start a workflow that was never run."""
-        saved = {name: getattr(plan, name) for name in ("file", "metadata", "spec", "original_spec", "library")}
-        write_whole(self.directory / "plan.json", json.dumps(saved | {"ignored": list(plan.ignored)}).encode())
+        saved = {name: getattr(plan, name) for name in ("file", "metadata", "spec", "original_spec", "library", "ignored", "reached")}
+        write_whole(self.directory / "plan.json", json.dumps(saved).encode())
         self.write(state)
 
     def record(self, node: Node) -> None:
@@ -110,7 +110,8 @@ class Store:
         """The plan of a workflow that was begun. ``DataError`` if it is damaged."""
         raw = self._read("plan.json")
         try:
-            return Plan(**{**raw, "ignored": tuple(raw["ignored"])})
+            reached = tuple((template, tuple(where)) for template, where in raw["reached"])
+            return Plan(**{**raw, "ignored": tuple(raw["ignored"]), "reached": reached})
         except (TypeError, KeyError) as error:
             raise DataError(f"{self.directory / 'plan.json'} is damaged ({error}); run the workflow anew") from None
 

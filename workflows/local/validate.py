@@ -298,7 +298,7 @@ class Validation:
             raise Problem((*where, "depends"), f"depends '{raw.get('depends')}' is not valid: {error}")
 
     def _task_tags(self, template: Template, task: Call, scope: set[str], used: Mapping[str, Any], bits: Mapping[str, int], mask: int, where: Where) -> None:
-        own = scope | self._items(task, where) | self._inline_inputs(task)
+        own = self._items(task, where) | self._inline_inputs(task)
         if task.hooks:
             own.add(f"tasks.{task.name}.status")
         tags = tags_of(task.raw)
@@ -306,7 +306,7 @@ class Validation:
         for name in referenced & bits.keys():
             if mask & bits[name]:
                 own |= self._results(template.tasks[name], used[name], aggregate=template.tasks[name].expands) | {f"tasks.{name}.status"}
-        self._tags(task.raw, own, f"templates.{template.name}.tasks.{task.name}", where)
+        self._tags(task.raw, scope, f"templates.{template.name}.tasks.{task.name}", where, own)
         for parameter in parameters(task.arguments):
             if parameter.value is not None and parameter.value.startswith("{{tasks."):
                 name = parameter.value.split(".")[1].removesuffix("}}")
@@ -415,15 +415,15 @@ class Validation:
 
     # --- small values --------------------------------------------------------------------------------------------
 
-    def _tags(self, raw: Any, scope: set[str], what: str, where: Where) -> None:
+    def _tags(self, raw: Any, scope: set[str], what: str, where: Where, own: set[str] | frozenset[str] = frozenset()) -> None:
         for tag in tags_of(raw):
             if tag.startswith("="):
                 if error := expression_error(tag[1:]):
                     raise Problem(where, f"{what}: expression '{tag[1:].strip()}' is not valid: {error}")
                 continue
-            if not tag.startswith(_CHECKED) or tag in scope or tag in self.globals or tag.startswith(_ALWAYS) or "{{" in tag:
+            if not tag.startswith(_CHECKED) or tag in scope or tag in own or tag in self.globals or tag.startswith(_ALWAYS) or "{{" in tag:
                 continue
-            if tag.startswith("item.") and "item.*" in scope:
+            if tag.startswith("item.") and ("item.*" in scope or "item.*" in own):
                 continue
             if tag.startswith("workflow.outputs.parameters.") and "workflow.outputs.parameters.*" in self.globals:
                 continue

@@ -52,14 +52,13 @@ class Sandbox:
 def build(node: Node, template: Raw, volumes: list[Raw], places: Places, environment: Mapping[str, str], *, namespaces: bool) -> Sandbox:
     """The surroundings for the pod of ``node``; makes its directories. ``TemplateError`` for what cannot be had here."""
     home = places.node(node.id)
-    for name in ("tmp", "work", "view"):
-        (home / name).mkdir(parents=True, exist_ok=True)
+    (home / "tmp").mkdir(parents=True, exist_ok=True)
     container: Raw = template.get("container") or template.get("script") or {}
     binds = _binds(node, template, container, volumes, places)
     outputs = [p["valueFrom"]["path"] for p in (template.get("outputs") or {}).get("parameters") or () if (p.get("valueFrom") or {}).get("path")]
     env = _environment(node, container, home, environment, namespaces=namespaces)
     command = _command(container, template, home, env)
-    directory = container.get("workingDir") or str(home / "work")
+    directory = container.get("workingDir") or ("/tmp" if namespaces else str(home / "tmp"))
     if namespaces:
         view: dict[str, Any] | None = {
             "tmp": str(home / "tmp"),
@@ -196,7 +195,7 @@ def _command(container: Raw, template: Raw, home: Path, env: Mapping[str, str]) 
 
 def clean(home: Path) -> None:
     """Remove what only the task needed; its log, progress and status stay."""
-    for name in ("tmp", "work", "view", "volumes"):
+    for name in ("tmp", "view", "volumes"):
         path = home / name
         try:
             path.rmdir()

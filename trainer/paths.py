@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,8 +107,9 @@ class RunPaths:
         return self.run / "outputs" / step / name
 
     def snapshots(self, snapshot_root: Path, attempt_node: int) -> Path:
-        """The node-local tier of one node of this run (memory-backed storage)."""
-        return snapshot_root / f"holdfast-{self.run_id}" / f"node-{attempt_node}"
+        """The node-local tier of one node of this run (memory-backed storage, which all roots of a machine share)."""
+        root = hashlib.sha256(str(self.root.absolute()).encode()).hexdigest()[:8]
+        return snapshot_root / f"holdfast-{self.run_id}-{root}" / f"node-{attempt_node}"
 
 
 def datasets(root: Path) -> Path:

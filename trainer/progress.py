@@ -6,7 +6,9 @@ it compares that and the newest commit with what the last entry saw.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 
 from pydantic import BaseModel, ValidationError
 
@@ -47,12 +49,16 @@ class Ledger:
         """Note an entry; ``NoProgressError`` when ``limit`` restarts in a row advanced nothing."""
         try:
             before = Progress.read(self._paths.progress)
-        except FileNotFoundError:
+        except (FileNotFoundError, DataError):
             before = Progress()
         now = (self._furthest, newest_commit(self._paths))
         advanced = now[0] > before.furthest or now[1] > before.committed
         fruitless = 0 if advanced else before.fruitless + 1
-        Progress(furthest=now[0], committed=now[1], fruitless=fruitless, entries=before.entries + 1).write(self._paths.progress)
+        progress = Progress(furthest=now[0], committed=now[1], fruitless=fruitless, entries=before.entries + 1)
+        try:
+            progress.write(self._paths.progress)
+        except OSError as error:  # a full disk is no reason not to train
+            print(f"{self._paths.progress} could not be written: {error.strerror}", file=sys.stderr, flush=True)
         if fruitless >= limit:
             raise NoProgressError(
                 f"{fruitless} restarts in a row got no further than step {now[0]} (newest commit: {now[1]}); "
@@ -63,7 +69,8 @@ class Ledger:
         """Rewrite the file in place: one small write, which a reader sees whole or finds unreadable for a moment."""
         self._furthest = max(step, self._furthest)
         now = Now(furthest=self._furthest, step=step, loss=loss, tokens_per_second=tokens_per_second)
-        os.pwrite(self._fd, now.model_dump_json().encode().ljust(RECORD_BYTES), 0)
+        with contextlib.suppress(OSError):  # (a full disk)
+            os.pwrite(self._fd, now.model_dump_json().encode().ljust(RECORD_BYTES), 0)
 
 
 def read_now(paths: RunPaths) -> Now:

@@ -3,18 +3,23 @@
 It survives whatever the processes do (it belongs to the node's file system, not to them) and dies with the node. Each
 rank keeps two generations, so that one is whole while the other is written:
 
-    <snapshot root>/holdfast-<run>/node-<n>/rank-<r>-<0|1>     header (4096 bytes), then the tensors
+    <snapshot root>/holdfast-<run>-<root>/node-<n>/rank-<r>-<0|1>     header (4096 bytes), then the tensors
 
-The header holds what the copy is of (step, world size, rank, config digest, CRC-32 of the bytes). It is cleared before
-the copy begins and written after it has ended, by a thread, once the checksum is known. A snapshot of step s is taken after all ranks have agreed that step s
-is done (``Control.sum``), so it is never of a state that only survivors of an abort believe in. Training resumes at
-the newest step that every rank holds whole.
+The header holds what the copy is of (step, world size, rank, run, config digest, CRC-32 of the bytes). It is cleared
+before the copy begins and written after it has ended, by a thread, once the checksum is known. A snapshot of step s is
+taken after all ranks have agreed that step s is done (``Control.sum``), so it is never of a state that only survivors
+of an abort believe in. Training resumes at the newest step that every rank holds whole.
+
+Two things keep that step whole on every rank. A copy never goes over the newest generation that all ranks had, which
+is not always the one with the higher step: a rank may be ahead of what was resumed from. And a header names the entry
+into training that made it, so that parts of one step are put together only if they are of one trajectory.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -65,6 +70,10 @@ class SnapshotSlot:
                 os.ftruncate(fd, 0)
                 os.posix_fallocate(fd, 0, size + HEADER)
             self.buffers[path] = HostBuffer(fd, size, pin=pin, offset=HEADER)
+        except OSError:  # there is no room: what was taken of it is given back
+            self.buffers.pop(path, None)
+            path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         return self.buffers[path]
@@ -112,7 +121,7 @@ class SnapshotTier:
         slot: SnapshotSlot,
     ) -> None:
         self._interval = record.config.snapshot_interval_steps
-        self._digest = record.config_digest
+        self._identity: dict[str, int | str] = {"digest": record.config_digest, "created": repr(record.created)}
         self._directory = directory
         self._control = control
         self._events = events
@@ -122,32 +131,46 @@ class SnapshotTier:
         self._layout, self._size = layout_of(self._tensors)
         self._pin = torch.cuda.is_available()
         self._broken = False
+        self._entry = ""
+        self._common: dict[int, str] = {}
+        """Steps that every rank holds, and the entry that made them."""
+        self._kept: Path | None = None
+        """The generation that all ranks have, and that nothing may go over."""
         self.refused: list[str] = []  # a snapshot that is not whole is nothing to miss: the durable tier has older ones
 
     def _path(self, generation: int) -> Path:
         return self._directory / f"rank-{self._control.rank}-{generation}"
 
-    def _whole(self) -> dict[int, Path]:
-        """The steps of this rank's whole generations."""
-        found: dict[int, Path] = {}
+    def _header(self, step: int) -> dict[str, int | str]:
+        """What a whole snapshot of this rank says of itself, but for its checksum."""
+        return self._identity | {
+            "step": step,
+            "entry": self._entry,
+            "world_size": self._control.world_size,
+            "rank": self._control.rank,
+            "size": self._size,
+        }
+
+    def _whole(self) -> dict[tuple[int, str], Path]:
+        """This rank's whole generations, by step and entry."""
+        found: dict[tuple[int, str], Path] = {}
         for generation in range(GENERATIONS):
             header = read_header(self._path(generation))
-            if (
-                header.get("digest") == self._digest
-                and header.get("world_size") == self._control.world_size
-                and header.get("rank") == self._control.rank
-                and header.get("size") == self._size
+            if header and all(
+                header.get(key) == value for key, value in self._header(0).items() if key not in ("step", "entry")
             ):
-                found[int(header["step"])] = self._path(generation)
+                found[int(header["step"]), str(header["entry"])] = self._path(generation)
         return found
 
     def candidates(self) -> Iterator[int]:
         self._slot.join()
-        everywhere = self._control.gather(sorted(self._whole()))
-        yield from sorted(set.intersection(*map(set, everywhere)), reverse=True)
+        everywhere = self._control.gather((set(self._whole()), secrets.token_hex(8)))
+        self._entry = everywhere[0][1]
+        self._common = dict(sorted(set.intersection(*(whole for whole, _ in everywhere))))
+        yield from sorted(self._common, reverse=True)
 
     def load(self, step: int) -> bool:
-        path = self._whole()[step]
+        path = self._whole()[step, self._common[step]]
         reason = ""
         try:
             buffer = self._slot.open(path, self._size, pin=self._pin)
@@ -159,7 +182,10 @@ class SnapshotTier:
             reason = str(error)
         if reason:
             self._events.emit("checkpoint_refused", path=str(path), reason=reason)
-        return self._control.all(not reason)
+        if not self._control.all(not reason):
+            return False
+        self._kept = path
+        return True
 
     def after_step(self, completed: Completed) -> None:
         """Take a snapshot. On a full /dev/shm the tier is given up, which is recorded; training goes on."""
@@ -167,22 +193,15 @@ class SnapshotTier:
             return
         began = time.monotonic()
         self._slot.join()
-        whole = {path: step for step, path in self._whole().items()}
-        generations = [self._path(generation) for generation in range(GENERATIONS)]
-        path = min(generations, key=lambda path: whole.get(path, -1))
-        header: dict[str, int | str] = {
-            "step": completed.step,
-            "world_size": self._control.world_size,
-            "rank": self._control.rank,
-            "digest": self._digest,
-            "size": self._size,
-        }
+        path = next(path for path in map(self._path, range(GENERATIONS)) if path != self._kept)
+        header = self._header(completed.step)
         with self._watch.phase(self._watch.limits.save):
             try:
                 buffer = self._slot.open(path, self._size, pin=self._pin)
                 write_header(path, {})
                 buffer.store(self._tensors, self._layout)
                 self._slot.seal(Sealing(completed.step, path, buffer, header, began), self._events)
+                self._kept = path  # (on every rank, before the next one is agreed on: see ``busy``)
             except OSError as error:
                 self._broken = True
                 self._events.emit("save_failed", step=completed.step, tier="snapshot", reason=str(error))
@@ -220,4 +239,3 @@ def write_header(path: Path, header: dict[str, int | str]) -> None:
         os.pwrite(fd, text.ljust(HEADER, b"\0"), 0)
     finally:
         os.close(fd)
-

@@ -115,8 +115,12 @@ class ForkServer:
         environment = wanted["environment"]
         sys.stdout.flush()
         sys.stderr.flush()
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
+            die_with_parent()
+            if os.getppid() != server:  # it died before it could be died with
+                os._exit(75)
             self._become(wanted, descriptors, connection)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -130,7 +134,6 @@ class ForkServer:
         """In the child: shed the server, become what was asked for, and end with its code."""
         code = 70
         try:
-            die_with_parent()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)

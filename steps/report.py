@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from steps import figures
 from steps.goodput import Analysis, Expectation, analyse
+from steps.runs import clock, last_outcome, read_run
 from trainer import events
 from trainer.config import OneLineParser, add_flags, from_namespace
 from trainer.errors import ConfigurationError, DataError, PipelineError, exit_with
 from trainer.events import Event
 from trainer.paths import RunPaths
-from trainer.records import Outcome, RunRecord, RunReport, ValidationCounts, ValidationReport, write_whole
+from trainer.records import RunRecord, RunReport, ValidationCounts, ValidationReport, write_whole
 
 if TYPE_CHECKING:
     import jinja2
@@ -56,7 +56,7 @@ def assemble(paths: RunPaths, bare: RunPaths | None = None) -> RunReport:
     expected = expectation(record, bare_step_seconds(bare) if bare is not None else None)
     found = analyse(happened, expected)
     verdicts = _validation(paths)
-    valid = [verdict.valid for verdict in verdicts.verdicts] if verdicts else []
+    valid = [verdict.valid for verdict in verdicts.verdicts if verdict.kind != "stray"] if verdicts else []
     saved = record.config.checkpoint_mode == "off" or found.last_commit >= record.config.max_steps
     complete = found.steps_completed >= record.config.max_steps and saved
     return RunReport(
@@ -89,16 +89,6 @@ def assemble(paths: RunPaths, bare: RunPaths | None = None) -> RunReport:
         losses=found.losses,
         commits=found.commits,
     )
-
-
-def read_run(paths: RunPaths) -> RunRecord:
-    """run.json; ``ConfigurationError`` (64) when there is no such run."""
-    try:
-        return RunRecord.read(paths.record)
-    except FileNotFoundError:
-        raise ConfigurationError(
-            f"--run-id: there is no run '{paths.run_id}' under {paths.root} ({paths.record} does not exist); check --root, or train first"
-        ) from None
 
 
 def expectation(record: RunRecord, bare_step: float | None = None) -> Expectation:
@@ -175,18 +165,6 @@ def incomplete_reason(paths: RunPaths, happened: Sequence[Event], found: Analysi
     if found.steps_completed >= record.config.max_steps:
         return f"all {record.config.max_steps} steps are done, but the last of them is not committed"
     return f"it is still going on, or was cut off: the last sign of life is of {clock(happened[-1].time)}"
-
-
-def last_outcome(paths: RunPaths) -> Outcome | None:
-    """The newest outcome file that says something went wrong, or else the newest one."""
-    found: list[tuple[bool, float, Outcome]] = []
-    for path in paths.outcome(0, 0, 0, 0).parent.glob("*.json"):
-        try:
-            outcome = Outcome.read(path)
-            found.append((outcome.exit_code != 0, path.stat().st_mtime, outcome))
-        except (OSError, DataError):
-            continue
-    return max(found, key=lambda item: item[:2])[2] if found else None
 
 
 def write(report: RunReport, paths: RunPaths, validation: ValidationReport | None) -> None:
@@ -268,11 +246,6 @@ def facts(report: RunReport) -> list[tuple[str, str, str]]:
     ]
     absent = {"effective goodput": report.effective_goodput is None, "MFU": rate.mfu is None}
     return [row for row in rows if not absent.get(row[0], False)]
-
-
-def clock(at: float) -> str:
-    """A wall clock time in UTC."""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
 
 
 def cell(text: object) -> str:

@@ -8,7 +8,7 @@
 3. Forward: SIGTERM writes the attempt's stop file, so that all ranks save and stop at the end of a step; when the grace
    period is over the launcher is ended.
 4. Translate: launchers end with 1 whatever their workers said, so the workers' outcome files decide the exit code; one
-   that no restart can change ends the launcher at once.
+   that no restart of workers can change (it is of the contract, and not 1) ends the launcher at once.
 
 This process takes in orphans (it is their subreaper), so that ending it ends everything of the node.
 """
@@ -211,12 +211,15 @@ class Node:
         """SIGTERM, possibly several times: ask the ranks to save and stop, and give them the grace period."""
         if self._stop_at is None:
             self._stop_at = time.monotonic() + self._config.grace_seconds
-            write_whole(self._paths.stop_file(self._place.attempt), signal.Signals(number).name.encode())
+            place = self._place
+            with contextlib.suppress(OSError):  # (a full disk: the ranks are ended when the grace period is over)
+                stop = self._paths.stop_file(place.attempt, place.node, place.pod)
+                write_whole(stop, signal.Signals(number).name.encode())
 
     def _must_end(self) -> bool:
         if self._stop_at is not None and time.monotonic() > self._stop_at:
             return True
-        return any(outcome.exit_code in FINAL_CODES for outcome in self._outcomes())
+        return any(outcome.exit_code not in (ExitCode.DONE, 1) for outcome in self._outcomes())
 
     def _outcomes(self) -> list[Outcome]:
         place = self._place

@@ -33,7 +33,7 @@ from trainer import environment
 from trainer.errors import DefectError, ExitCode, StoppedError, code_of
 from trainer.events import EventLog
 from trainer.paths import MANIFEST, RunPaths
-from trainer.progress import Ledger
+from trainer.progress import Ledger, newest_attempt
 from trainer.records import Outcome, RunRecord
 from trainer.recovery.base import Limits, Watch
 
@@ -69,8 +69,12 @@ class Session:
         self.watch.enter(self.watch.limits.startup)
         self.events.update(rank=env.rank, world_size=env.world_size, iteration=iteration)
         self.events.emit("entry")
-        if env.rank == 0:
+        if env.rank == 0 and iteration:  # (``main`` has counted the first)
             self.ledger().enter(self.record.config.no_progress_restarts)
+        newest = newest_attempt(self.paths)
+        if newest > env.attempt:
+            self.events.emit("fenced", newest=newest)
+            raise StoppedError(f"attempt {newest} of this run has started, this is attempt {env.attempt}")
         from trainer.parallel import choose_device
 
         device = choose_device()
@@ -186,13 +190,13 @@ class Iteration:
         norm = clip_gradients(model, config.gradient_clip)
         mine = float(loss)
         finite = math.isfinite(mine) and math.isfinite(norm)
-        stop = session.paths.stop_file(session.env.attempt).exists()
+        stop = session.paths.stop_file(session.env.attempt, session.env.node, session.env.pod).exists()
         total, bad, stopping, busy, _ = control.sum(
             mine if finite else 0.0, float(not finite), float(stop), float(self.tiers.busy(step)), float(step)
         )
         completed = Completed(step, busy > 0, step == config.max_steps, stopping > 0)
         if bad:
-            self._not_finite(step, mine, norm)
+            self._not_finite(step, mine, norm, completed.last)
             optimizer.zero_grad(set_to_none=True)
         else:
             self.non_finite = 0
@@ -226,13 +230,13 @@ class Iteration:
             session.ledger().completed(step, loss, rate)
             print(f"step {step}/{config.max_steps}  loss {loss:.4f}  {rate:,.0f} tokens/s", flush=True)
 
-    def _not_finite(self, step: int, loss: float, norm: float) -> None:
+    def _not_finite(self, step: int, loss: float, norm: float, last: bool) -> None:
         """The update of this step is left out on every rank, and nothing of it is saved."""
         self.session.events.emit("non_finite", step=step, loss=repr(loss), grad_norm=repr(norm))
         self.non_finite += 1
-        if self.non_finite >= NON_FINITE_LIMIT:
+        if self.non_finite >= NON_FINITE_LIMIT or last:
             raise DefectError(
-                f"loss or gradient norm was not finite in {NON_FINITE_LIMIT} steps in a row, last at step {step} "
+                f"loss or gradient norm was not finite in {self.non_finite} steps in a row, last at step {step} "
                 f"(loss {loss}, gradient norm {norm}); lower --learning-rate, or look at the data of these steps"
             )
 
@@ -268,6 +272,8 @@ def main() -> int:
     session: Session | None = None
     try:
         record = RunRecord.read(paths.record)
+        if env.rank == 0:
+            Ledger(paths).enter(record.config.no_progress_restarts)
         import torch
 
         from trainer.recovery import build

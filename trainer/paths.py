@@ -80,9 +80,9 @@ class RunPaths:
     def log(self, step: str, attempt: int, rank: int) -> Path:
         return self.logs(step, attempt) / f"rank-{rank}.log"
 
-    def stop_file(self, attempt: int) -> Path:
-        """Asks the ranks of an attempt to save and stop at the end of a step."""
-        return self.run / f"stop-{attempt}"
+    def stop_file(self, attempt: int, node: int, pod: int) -> Path:
+        """Asks the ranks of a pod, and so all, to save and stop at the end of a step. The pod that follows is not asked."""
+        return self.run / f"stop-{attempt}-{node}-{pod}"
 
     @property
     def lock(self) -> Path:

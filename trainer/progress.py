@@ -89,6 +89,14 @@ def read_entries(paths: RunPaths) -> int:
         return 0
 
 
+def newest_attempt(paths: RunPaths) -> int:
+    """The number in the fence; 0 where none was taken."""
+    try:
+        return int(paths.fence.read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
 def newest_commit(paths: RunPaths) -> int:
     """The step of the newest directory with a checkpoint's final name, -1 if there is none."""
     if not paths.checkpoints.is_dir():

@@ -35,6 +35,7 @@ from trainer.config import RunConfig
 from trainer.errors import DataError, PipelineError, StoppedError, UnavailableError
 from trainer.events import EventLog
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
+from trainer.progress import newest_attempt
 from trainer.records import CheckpointManifest, RunRecord
 from trainer.recovery.base import Watch
 from trainer.rendezvous import Control
@@ -277,7 +278,7 @@ class DurableTier:
         job, self._slot.in_flight = self._slot.in_flight, None
         assert job is not None
         if isinstance(error, Fenced):
-            self._events.emit("fenced", message=str(error))
+            self._events.emit("fenced", newest=newest_attempt(self._paths))
             raise StoppedError(f"a newer attempt of this run has started ({error})")
         self._events.emit("save_failed", step=self._slot.step, tier="durable", reason=str(error))
         if job.commit is not None:

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from trainer import environment
 from trainer.checkpointing.staging import Layout, open_buffer
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
+from trainer.progress import newest_attempt
 from trainer.records import CheckpointManifest, FileRecord, fsync_directory
 from trainer.recovery.stub import request
 
@@ -209,14 +210,6 @@ def commit(job: Job, wanted: Commit, everything: list[Written]) -> int:
     retain(wanted.paths, wanted.keep)
     remove_strays(wanted.paths, manifest.attempt, None)
     return sum(file.size for file in files)
-
-
-def newest_attempt(paths: RunPaths) -> int:
-    """The number in the fence; 0 where none was taken."""
-    try:
-        return int(paths.fence.read_text())
-    except (FileNotFoundError, ValueError):
-        return 0
 
 
 def retain(paths: RunPaths, keep: int) -> None:

@@ -80,7 +80,7 @@ class InProcess:
     def run(self, train: Train) -> int:
         config, limits = self._config, self._watch.limits
         iterations = config.max_restarts
-        world = config.world_size if not config.min_nodes else config.min_nodes * config.gpus_per_node
+        world = environment.read().world_size  # whole, whatever it is: how many nodes take part is the launcher's to decide
         checks: list[inprocess.health_check.HealthCheck] = [inprocess.health_check.FaultCounter(iterations)]
         store = self._store()
         if torch.cuda.is_available():

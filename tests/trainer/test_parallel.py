@@ -16,6 +16,7 @@ from trainer.model import PRESETS, build, init_weights
 from trainer.parallel import apply_compile, forward_backward
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
+pytestmark = pytest.mark.timeout(600)  # five processes import torch before the first test
 BOTH = pytest.mark.parametrize("shape", ["untied", "tied"])
 
 

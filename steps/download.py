@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +50,8 @@ FORMAT = 1
 """Changes when the same source and tokenizer would give other tokens than before."""
 BATCH = 4 * 1024 * 1024
 """Characters tokenised at once."""
-STOP_SECONDS = 10.0
+STOP_SECONDS = 5.0
+STOPPED = "stopped by SIGTERM; a new attempt goes on from what has been fetched"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 BROKEN_MOUNT = {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENODEV, errno.ENXIO}
 
@@ -245,10 +247,15 @@ def _file_errors(root: Path) -> Iterator[None]:
 def _stop(number: int, frame: FrameType | None) -> None:
     """End in good order, or, when a thread is stuck in a request, by a deadline: nothing half-written is lost or kept."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    deadline = threading.Timer(STOP_SECONDS, os._exit, [int(ExitCode.STOPPED)])
+    deadline = threading.Timer(STOP_SECONDS, _give_up)
     deadline.daemon = True
     deadline.start()
-    raise StoppedError("stopped by SIGTERM; a new attempt goes on from what has been fetched")
+    raise StoppedError(STOPPED)
+
+
+def _give_up() -> None:
+    print(f"error: {STOPPED}", file=sys.stderr, flush=True)
+    os._exit(int(ExitCode.STOPPED))
 
 
 if __name__ == "__main__":

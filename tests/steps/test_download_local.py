@@ -30,7 +30,7 @@ def text_file(path: Path, megabytes: int) -> str:
 
 def wait_for(path: Path, pattern: str, process: subprocess.Popen[bytes]) -> Path:
     """The first file that fits ``pattern`` below ``path`` and has content, while ``process`` runs."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, "ended too early for this test"
         for found in path.glob(pattern):
@@ -200,14 +200,18 @@ def test_a_living_download_is_not_cleaned_away_by_another(tmp_path: Path) -> Non
     assert process.wait(timeout=100) == 0
 
 
-def test_a_directory_of_another_machine_is_removed_only_when_long_idle(tmp_path: Path) -> None:
+def test_what_other_machines_left_is_removed_only_when_long_idle(tmp_path: Path) -> None:
     fresh, idle = (tmp_path / f"datasets/.tmp-0123456789ab-1-5-0000000{n}" for n in (1, 2))
-    for directory in (fresh, idle):
+    resumable, forgotten = (tmp_path / f"datasets/.staging/{n}" for n in (1, 2))
+    for directory, hours in ((fresh, 0.5), (idle, 2), (resumable, 6 * 24), (forgotten, 8 * 24)):
         directory.mkdir(parents=True)
-    long_ago = time.time() - 2 * 3600
-    os.utime(idle, (long_ago, long_ago))
+        (directory / "file").write_text("x")
+        then = time.time() - hours * 3600
+        for path in (directory / "file", directory):
+            os.utime(path, (then, then))
     made(tmp_path, "builtin:")
     assert fresh.exists() and not idle.exists()
+    assert resumable.exists() and not forgotten.exists()
 
 
 def test_sigterm_ends_with_75_and_leaves_nothing(tmp_path: Path) -> None:

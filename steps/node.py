@@ -114,6 +114,7 @@ class Node:
         self._socket = str(Path(self._folder.name) / "fork")
         self._stop_at: float | None = None
         self._server: subprocess.Popen[bytes] | None = None
+        self._snapshots: socket.socket | None = None
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._asked_to_stop)
@@ -176,6 +177,8 @@ class Node:
             self._socket,
         )
         connection = self._connect()
+        if self._config.snapshot_interval_steps and self._config.nodes > 1:
+            self._snapshots = self._serve_snapshots()
         target = nvrx.launcher_target(self._config)
         request(connection, "launcher", target, arguments, self._environment(), str(self._paths.run), [0, 1, 2])
         connection.settimeout(POLL_SECONDS)
@@ -192,6 +195,16 @@ class Node:
             if terminated and time.monotonic() - terminated > 15:
                 return -signal.SIGKILL
         return int(answer)
+
+    def _serve_snapshots(self) -> socket.socket:
+        """Have the server of this node's snapshots forked; it lives as long as the connection that is returned."""
+        from trainer.recovery.stub import request
+
+        connection = self._connect()
+        request(
+            connection, "snapshots", "trainer.checkpointing.replicas:serve", [], self._environment(), "/", [0, 1, 2]
+        )
+        return connection
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

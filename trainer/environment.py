@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,28 @@ def read(local_rank: int | None = None) -> WorkerEnvironment:
         store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         spawned_at=float(env.get(SPAWNED_AT, "0")),
     )
+
+
+@dataclass(frozen=True)
+class NodeEnvironment:
+    """Which node this process belongs to; for processes of a node that are no workers."""
+
+    run_directory: Path
+    attempt: int
+    node: int
+
+
+def read_node() -> NodeEnvironment:
+    env = os.environ
+    return NodeEnvironment(Path(env[RUN_DIRECTORY]), int(env[ATTEMPT]), int(env[NODE]))
+
+
+def address() -> str:
+    """An address of this host that its peers can reach: the one its name has, or the loopback where it has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def local_rank() -> int:

@@ -243,13 +243,31 @@ class Iteration:
 
 def build_tiers(session: Session, control: Control, state: TrainingState) -> Tiers:
     """The tiers that the configuration asks for."""
-    from trainer.checkpointing import DurableTier, SnapshotSlot, SnapshotTier, Tier, Tiers, WriterSlot
+    from trainer.checkpointing import (
+        DurableTier,
+        Peers,
+        Replicator,
+        SnapshotSlot,
+        SnapshotTier,
+        Tier,
+        Tiers,
+        WriterSlot,
+    )
 
     config, tiers = session.record.config, dict[str, Tier]()
     if config.snapshot_interval_steps:
         slot = session.keep("snapshots", SnapshotSlot)
         directory = session.paths.snapshots(config.snapshot_root, session.env.node)
-        tiers["snapshot"] = SnapshotTier(session.record, directory, state, control, session.events, session.watch, slot)
+        env = session.env
+        peers = Peers(session.paths, env.attempt, env.node) if config.nodes > 1 else None
+        if config.snapshot_replicas and config.nodes > 1:
+            peer = (env.node + 1) % config.nodes
+            slot.replicator = session.keep(
+                "replicator", lambda: Replicator(session.paths, env.attempt, peer, env.rank, session.events)
+            )
+        tiers["snapshot"] = SnapshotTier(
+            session.record, directory, state, control, session.events, session.watch, slot, peers
+        )
     if config.checkpoint_mode != "off":
         writer = session.keep("writer", lambda: WriterSlot(config.save_timeout_seconds))
         tiers["durable"] = DurableTier(

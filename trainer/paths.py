@@ -106,6 +106,10 @@ class RunPaths:
         """Where a step leaves an output parameter for Argo (or the local engine) to read."""
         return self.run / "outputs" / step / name
 
+    def peer(self, attempt: int, node: int) -> Path:
+        """Where the replica server of a node says how to reach it."""
+        return self.run / "peers" / f"{attempt}-{node}"
+
     def snapshots(self, snapshot_root: Path, attempt_node: int) -> Path:
         """The node-local tier of one node of this run (memory-backed storage, which all roots of a machine share)."""
         root = hashlib.sha256(str(self.root.absolute()).encode()).hexdigest()[:8]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from trainer.checkpointing.base import Completed, Tier, TrainingState
 from trainer.checkpointing.durable import DurableTier, WriterSlot
-from trainer.checkpointing.snapshots import SnapshotSlot, SnapshotTier
+from trainer.checkpointing.replicas import Replicator
+from trainer.checkpointing.snapshots import Peers, SnapshotSlot, SnapshotTier
 from trainer.errors import DataError
 
-__all__ = ["Completed", "DurableTier", "SnapshotSlot", "SnapshotTier", "Tier", "Tiers", "TrainingState", "WriterSlot"]
+__all__ = [
+    "Completed", "DurableTier", "Peers", "Replicator", "SnapshotSlot", "SnapshotTier", "Tier", "Tiers", "TrainingState",
+    "WriterSlot",
+]  # fmt: skip
 
 
 class Tiers:

@@ -17,7 +17,6 @@ into training that made it, so that parts of one step are put together only if t
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import threading
@@ -29,13 +28,15 @@ from pathlib import Path
 import torch
 
 from trainer.checkpointing.base import Completed, TrainingState
+from trainer.checkpointing.replicas import Replicator, fetch
+from trainer.checkpointing.snapshot_files import HEADER, Name, held, read_header, write_header
 from trainer.checkpointing.staging import HostBuffer, layout_of
 from trainer.events import EventLog
+from trainer.paths import RunPaths
 from trainer.records import RunRecord
 from trainer.recovery.base import Watch
 from trainer.rendezvous import Control
 
-HEADER = 4096
 GENERATIONS = 2
 
 
@@ -55,6 +56,7 @@ class SnapshotSlot:
 
     def __init__(self) -> None:
         self.buffers: dict[Path, HostBuffer] = {}
+        self.replicator: Replicator | None = None
         self._thread: threading.Thread | None = None
 
     def open(self, path: Path, size: int, *, pin: bool) -> HostBuffer:
@@ -78,10 +80,16 @@ class SnapshotSlot:
             os.close(fd)
         return self.buffers[path]
 
+    def forget(self, path: Path) -> None:
+        """Unmap ``path``: another file is about to take its name."""
+        found = self.buffers.pop(path, None)
+        if found is not None:
+            found.close()
+
     def seal(self, sealing: Sealing, events: EventLog) -> None:
         """Checksum and header, in the background: the checksum of gigabytes takes longer than their copy."""
         self.join()
-        self._thread = threading.Thread(target=_seal, args=(sealing, events), name="snapshot", daemon=True)
+        self._thread = threading.Thread(target=_seal, args=(sealing, events, self.replicator), name="snapshot", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -91,7 +99,7 @@ class SnapshotSlot:
             self._thread = None
 
 
-def _seal(sealing: Sealing, events: EventLog) -> None:
+def _seal(sealing: Sealing, events: EventLog, replicator: Replicator | None) -> None:
     try:
         write_header(sealing.path, sealing.header | {"crc": sealing.buffer.checksum()})
     except OSError as error:
@@ -105,6 +113,17 @@ def _seal(sealing: Sealing, events: EventLog) -> None:
         seconds=time.monotonic() - sealing.started,
         path=str(sealing.path),
     )
+    if replicator is not None:
+        replicator.send((sealing.step, str(sealing.header["entry"])), sealing.path)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What a rank needs to know to find the replicas of its snapshots."""
+
+    paths: RunPaths
+    attempt: int
+    node: int
 
 
 class SnapshotTier:
@@ -119,7 +138,9 @@ class SnapshotTier:
         events: EventLog,
         watch: Watch,
         slot: SnapshotSlot,
+        peers: Peers | None = None,
     ) -> None:
+        self._peers = peers
         self._interval = record.config.snapshot_interval_steps
         self._identity: dict[str, int | str] = {"digest": record.config_digest, "created": repr(record.created)}
         self._directory = directory
@@ -134,6 +155,10 @@ class SnapshotTier:
         self._entry = ""
         self._common: dict[int, str] = {}
         """Steps that every rank holds, and the entry that made them."""
+        self._local: set[int] = set()
+        """The ranks of this node; once a step is taken, no others' files are of use here."""
+        self._holders: dict[tuple[int, Name], int] = {}
+        """Which node has a replica of a rank's snapshot."""
         self._kept: Path | None = None
         """The generation that all ranks have, and that nothing may go over."""
         self.refused: list[str] = []  # a snapshot that is not whole is nothing to miss: the durable tier has older ones
@@ -151,6 +176,10 @@ class SnapshotTier:
             "size": self._size,
         }
 
+    def _common_identity(self) -> dict[str, int | str]:
+        """What the snapshots of all ranks that can be resumed from together say of themselves."""
+        return self._identity | {"world_size": self._control.world_size}
+
     def _whole(self) -> dict[tuple[int, str], Path]:
         """This rank's whole generations, by step and entry."""
         found: dict[tuple[int, str], Path] = {}
@@ -164,21 +193,32 @@ class SnapshotTier:
 
     def candidates(self) -> Iterator[int]:
         self._slot.join()
-        everywhere = self._control.gather((set(self._whole()), secrets.token_hex(8)))
+        here = set(held(self._directory, self._common_identity())) if self._peers else set()
+        node = self._peers.node if self._peers else 0
+        everywhere = self._control.gather((set(self._whole()), secrets.token_hex(8), node, here))
         self._entry = everywhere[0][1]
-        self._common = dict(sorted(set.intersection(*(whole for whole, _ in everywhere))))
+        self._local = {rank for rank, (_, _, there, _) in enumerate(everywhere) if there == node}
+        self._holders = {copy: holder for _, _, holder, copies in everywhere for copy in copies}
+        reachable = [
+            whole | {name for holder_rank, name in self._holders if holder_rank == rank}
+            for rank, (whole, *_) in enumerate(everywhere)
+        ]
+        self._common = dict(sorted(set.intersection(*reachable)))
         yield from sorted(self._common, reverse=True)
 
     def load(self, step: int) -> bool:
-        path = self._whole()[step, self._common[step]]
+        name = (step, self._common[step])
+        path = self._whole().get(name, self._path(0))
         reason = ""
         try:
+            if name not in self._whole():
+                path = self._fetch(name)
             buffer = self._slot.open(path, self._size, pin=self._pin)
             if buffer.checksum() != read_header(path)["crc"]:
                 reason = "its bytes do not have the checksum of its header"
             else:
                 buffer.load(self._tensors, self._layout)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             reason = str(error)
         if reason:
             self._events.emit("checkpoint_refused", path=str(path), reason=reason)
@@ -187,14 +227,28 @@ class SnapshotTier:
         self._kept = path
         return True
 
+    def _fetch(self, name: Name) -> Path:
+        """Bring this rank's snapshot back from the node that holds its replica. Raises ``OSError`` or ``ValueError``."""
+        assert self._peers is not None
+        rank, target = self._control.rank, self._path(0)
+        holder = self._holders[rank, name]
+        self._slot.forget(target)
+        fetch(self._peers.paths, self._peers.attempt, holder, rank, name, target)
+        if self._whole().get(name) != target:
+            raise ValueError(f"the replica of step {name[0]} on node {holder} is not whole")
+        return target
+
     def after_step(self, completed: Completed) -> None:
         """Take a snapshot. On a full /dev/shm the tier is given up, which is recorded; training goes on."""
         if self._broken or completed.step % self._interval or completed.last or completed.stopping:
             return
         began = time.monotonic()
         self._slot.join()
+        self._tidy()
         path = next(path for path in map(self._path, range(GENERATIONS)) if path != self._kept)
         header = self._header(completed.step)
+        if self._slot.replicator is not None:
+            self._slot.replicator.release(path)
         with self._watch.phase(self._watch.limits.save):
             try:
                 buffer = self._slot.open(path, self._size, pin=self._pin)
@@ -206,6 +260,16 @@ class SnapshotTier:
                 self._broken = True
                 self._events.emit("save_failed", step=completed.step, tier="snapshot", reason=str(error))
         self._events.emit("stall", step=completed.step, seconds=time.monotonic() - began, reason="snapshot")
+
+    def _tidy(self) -> None:
+        """Give back the memory of ranks that a restart has moved to another node, once, after all have resumed."""
+        local, self._local = self._local, set()
+        if not local or self._control.rank != min(local):
+            return
+        for path in self._directory.glob("r*-*"):
+            kind, rank, *_ = path.name.split("-")
+            if (kind == "rank") != (int(rank) in local):
+                path.unlink(missing_ok=True)
 
     def busy(self, step: int) -> bool:
         """Before a step that overwrites a generation is agreed on, this rank's other one is sealed: so is every rank's
@@ -219,23 +283,3 @@ class SnapshotTier:
 
     def close(self) -> None:
         """The files stay; the slot outlives this iteration."""
-
-
-def read_header(path: Path) -> dict[str, int | str]:
-    """What the snapshot at ``path`` is of; empty when it is not whole."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(HEADER).rstrip(b"\0")
-        header = json.loads(text) if text else {}
-    except (OSError, ValueError):
-        return {}
-    return header if isinstance(header, dict) else {}
-
-
-def write_header(path: Path, header: dict[str, int | str]) -> None:
-    text = json.dumps(header).encode() if header else b""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.pwrite(fd, text.ljust(HEADER, b"\0"), 0)
-    finally:
-        os.close(fd)

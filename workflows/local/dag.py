@@ -7,14 +7,14 @@ settled (is fulfilled, its hooks too), and again when something under it changed
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from typing import TYPE_CHECKING
 
+from workflows.local.dagorder import Order, verdict
 from workflows.local.execution import Blocked, DepthExceeded, Execution, Holder, TemplateError, TimedOut
 from workflows.local.language.exprlang import evaluate_bool
 from workflows.local.language.exprsyntax import ExpressionError
 from workflows.local.language.govaluate import WhenError, should_execute
-from workflows.local.language.tags import Substitution, TagError, tags_of
+from workflows.local.language.tags import Substitution, TagError
 from workflows.local.loops import LoopError, expand
 from workflows.local.nodes import Node, Outputs
 from workflows.local.plan import Base, Call, Parameter
@@ -23,7 +23,13 @@ from workflows.local.scopes import add_aggregate, add_node, template_outputs
 if TYPE_CHECKING:
     from workflows.local.operator import Operator
 
-_RESULTS = {"Succeeded": "Succeeded", "Failed": "Failed", "Error": "Errored", "Skipped": "Skipped", "Omitted": "Omitted"}
+_RESULTS = {
+    "Succeeded": "Succeeded",
+    "Failed": "Failed",
+    "Error": "Errored",
+    "Skipped": "Skipped",
+    "Omitted": "Omitted",
+}
 
 
 class _Group:
@@ -48,18 +54,19 @@ class DagBody:
         self.template = execution.template
         self.tasks = execution.template.tasks
         self.depends = execution.template.depends
-        self.order: dict[str, int] = {}
-        self.targets: list[str] = []
-        self.waiting: dict[str, int] = {}
+        target = execution.substitute((self.template.raw.get("dag") or {}).get("target") or "", operator.state.globals)
+        self.order = Order(self.template, target)
+        self.targets = self.order.targets
+        self.waiting = {name: len(self.depends[name].names) for name in self.order.position}
         """Task -> how many of its dependencies have not settled."""
-        self.dependents: dict[str, list[str]] = {}
         self.settled: set[str] = set()
         self.queue: list[tuple[int, str]] = []
         self.queued: set[str] = set()
         self.blocked: set[str] = set()
         self.groups: dict[str, _Group] = {}
-        self.references: dict[str, frozenset[str] | None] = {}
-        self._plan()
+        for name in self.order.position:
+            if self.waiting[name] == 0 or self.op.nodes.get(self._task_node_name(name)) is not None:
+                self._enqueue(name)
 
     @property
     def node(self) -> Node:
@@ -67,44 +74,10 @@ class DagBody:
         assert node is not None
         return node
 
-    def _plan(self) -> None:
-        raw = self.execution.substitute((self.template.raw.get("dag") or {}).get("target") or "", self.op.state.globals)
-        if raw:
-            self.targets = raw.split(" ")
-        else:
-            needed = {name for depends in self.depends.values() for name in depends.names}
-            self.targets = sorted(name for name in self.tasks if name not in needed)
-        for name in self.targets:
-            if name not in self.tasks:
-                raise TemplateError(f"target {name} does not exist")
-        for target in self.targets:
-            self._visit_order(target)
-        for name in self.order:
-            names = self.depends[name].names
-            self.waiting[name] = len(names)
-            for dependency in names:
-                self.dependents.setdefault(dependency, []).append(name)
-        for name in self.order:
-            if self.waiting[name] == 0 or self.op.nodes.get(self._task_node_name(name)) is not None:
-                self._enqueue(name)
-
-    def _visit_order(self, target: str) -> None:
-        stack = [(target, iter(self.depends[target].names))] if target not in self.order else []
-        entered = {target}
-        while stack:
-            name, rest = stack[-1]
-            following = next(rest, None)
-            if following is None:
-                self.order[name] = len(self.order)
-                stack.pop()
-            elif following not in self.order and following not in entered:
-                entered.add(following)
-                stack.append((following, iter(self.depends[following].names)))
-
     def _enqueue(self, name: str) -> None:
         if name not in self.queued:
             self.queued.add(name)
-            heapq.heappush(self.queue, (self.order[name], name))
+            heapq.heappush(self.queue, (self.order.position[name], name))
 
     def changed(self, key: str) -> None:
         task, _, item = key.partition("\0")
@@ -177,7 +150,9 @@ class DagBody:
     def _task_results(self, name: str) -> dict[str, bool]:
         node = self.op.nodes.get(self._task_node_name(name))
         assert node is not None
-        results = dict.fromkeys(("Succeeded", "Failed", "Errored", "Skipped", "Omitted", "Daemoned", "AnySucceeded", "AllFailed"), False)
+        results = dict.fromkeys(
+            ("Succeeded", "Failed", "Errored", "Skipped", "Omitted", "Daemoned", "AnySucceeded", "AllFailed"), False
+        )
         results[_RESULTS[node.phase]] = True
         if node.type == "TaskGroup":
             phases = [self.op.nodes.by_id[child].phase for child in node.children]
@@ -217,6 +192,7 @@ class DagBody:
             calls = expand(resolved, {**self.op.state.globals, **scope})
         except TagError as error:
             if error.missing:
+                self.op.reasons[self._task_node_name(name)] = str(error)
                 raise Blocked from None
             self._skip(name, "Error", str(error))
             return
@@ -231,7 +207,15 @@ class DagBody:
             self.groups[name] = _Group(calls)
             if node is None:
                 self._connect(name, self._task_node_name(name), None)
-                self.op.skip(self._task_node_name(name), self._inner, _holder(task), self.node.id, "Running", "", kind="TaskGroup")
+                self.op.skip(
+                    self._task_node_name(name),
+                    self._inner,
+                    _holder(task),
+                    self.node.id,
+                    "Running",
+                    "",
+                    kind="TaskGroup",
+                )
             self._visit_group(name, self.groups[name])
 
     def _resolve(self, task: Call) -> Call:
@@ -280,7 +264,14 @@ class DagBody:
         execution = op.executions.get(node_name)
         if execution is None:
             execution = Execution(
-                node_name, self._inner, _holder(call), call.arguments, self.node.id, on_exit=self.execution.on_exit, parent=self.execution, key=key
+                node_name,
+                self._inner,
+                _holder(call),
+                call.arguments,
+                self.node.id,
+                on_exit=self.execution.on_exit,
+                parent=self.execution,
+                key=key,
             )
             op.executions[node_name] = execution
         group = op.nodes.get(self._task_node_name(name)) if name in self.groups else None
@@ -313,7 +304,11 @@ class DagBody:
             if made is None or not (made.type == "Skipped" and made.fulfilled):
                 made = self._run(name, call, node_name, f"{name}\0{number}")
             group.dirty.discard(number)
-            if made is not None and made.fulfilled and (not made.completed or self._run_exit(self.tasks[name], made, f"{name}\0{number}")):
+            if (
+                made is not None
+                and made.fulfilled
+                and (not made.completed or self._run_exit(self.tasks[name], made, f"{name}\0{number}"))
+            ):
                 group.open.discard(number)
         if group.open:
             return
@@ -328,14 +323,21 @@ class DagBody:
     # --- hooks and scopes ----------------------------------------------------------------------------------------
 
     def _substituted(self, task: Call) -> Call:
-        return Call("tasks", self.execution.substitute({k: task.raw[k] for k in ("hooks", "onExit", "name") if k in task.raw}, self.op.state.globals))
+        return Call(
+            "tasks",
+            self.execution.substitute(
+                {k: task.raw[k] for k in ("hooks", "onExit", "name") if k in task.raw}, self.op.state.globals
+            ),
+        )
 
     def _run_hooks(self, task: Call, node: Node) -> bool:
         if not task.running_hooks:
             return True
         scope = self._scope(task.name, None) | {f"tasks.{task.name}.status": node.phase}
         hooks = self._substituted(task).running_hooks
-        return self.op.hooks.run_conditional(hooks, node, scope, self._inner, f"tasks.{task.name}", self.execution, task.name)
+        return self.op.hooks.run_conditional(
+            hooks, node, scope, self._inner, f"tasks.{task.name}", self.execution, task.name
+        )
 
     def _run_exit(self, task: Call, node: Node, key: str) -> bool:
         if not (task.raw.get("onExit") or "exit" in task.hooks):
@@ -354,42 +356,22 @@ class DagBody:
         if name in self.settled or any(by_id[i].hooked and not by_id[i].fulfilled for i in node.children if i in by_id):
             return
         self.settled.add(name)
-        for dependent in self.dependents.get(name, ()):
+        for dependent in self.order.dependents.get(name, ()):
             self.waiting[dependent] -= 1
             if self.waiting[dependent] == 0:
                 self._enqueue(dependent)
-
-    def _ancestors(self, name: str) -> set[str]:
-        found: set[str] = set()
-        pending = list(self.depends[name].names)
-        while pending:
-            current = pending.pop()
-            if current not in found:
-                found.add(current)
-                pending += self.depends[current].names
-        return found
 
     def _scope(self, name: str, raw: object) -> dict[str, str]:
         """What a task sees: the DAG's inputs, global outputs, and of its ancestors those that it mentions."""
         scope = self.execution.scope_of_inputs()
         scope |= {f"workflow.outputs.parameters.{o['name']}": o.get("value") or "" for o in self.op.state.outputs}
-        mentioned = self._mentioned(name)
+        mentioned = self.order.mentioned(name)
         if mentioned is not None and not mentioned:
             return scope
-        for ancestor in self._ancestors(name):
+        for ancestor in self.order.ancestors(name):
             if mentioned is None or ancestor in mentioned:
                 self._add_task(scope, ancestor)
         return scope
-
-    def _mentioned(self, name: str) -> frozenset[str] | None:
-        """The tasks that a task's tags name; None if expressions may name any."""
-        if name not in self.references:
-            tags = tags_of(self.tasks[name].raw)
-            if any(tag.startswith("=") or "{{" in tag for tag in tags) or any(h.expression for h in self.tasks[name].hooks.values()):
-                self.references[name] = None
-            else:
-                self.references[name] = frozenset(tag.split(".")[1] for tag in tags if tag.startswith("tasks.") and "." in tag)
-        return self.references[name]
 
     def _add_task(self, scope: dict[str, str], name: str) -> None:
         op, prefix = self.op, f"tasks.{name}"
@@ -400,7 +382,9 @@ class DagBody:
             add_aggregate(scope, prefix, [op.nodes.by_id[child] for child in node.children])
         add_node(scope, prefix, node, op.nodes)
         if node.phase in ("Skipped", "Omitted") and node.outputs is None:
-            raw = op.plan.find(self._inner, self.tasks[name].template, self.tasks[name].template_ref, self.tasks[name].inline)
+            raw = op.plan.find(
+                self._inner, self.tasks[name].template, self.tasks[name].template_ref, self.tasks[name].inline
+            )
             for output in ((raw or {}).get("outputs") or {}).get("parameters") or ():
                 scope[f"{prefix}.outputs.parameters.{output.get('name')}"] = ""
 
@@ -410,7 +394,9 @@ class DagBody:
         op = self.op
         if op.nodes.unfulfilled[node.id] or self.queue:
             return node
-        phase = self._phase()
+        phase = verdict(
+            node, [self._task_node_name(name) for name in self.targets], self._continues, self.template, op.nodes
+        )
         if phase == "Running":
             return node
         if phase == "Succeeded":
@@ -421,6 +407,9 @@ class DagBody:
             node.outbound += op.outbound(target) if target is not None else []
         op.nodes.changed(node)
         return op.mark(node, phase)
+
+    def _continues(self, node_name: str, phase: str) -> bool:
+        return self.tasks[node_name.removeprefix(f"{self.execution.name}.")].continues_on(phase)
 
     def _set_outputs(self, node: Node) -> None:
         op = self.op
@@ -438,53 +427,6 @@ class DagBody:
             raw = self.execution.substitute(self.template.raw.get("outputs") or {}, op.state.globals)
             wanted = tuple(Parameter.read(parameter) for parameter in raw.get("parameters") or ())
             node.outputs = Outputs(template_outputs(self.template, wanted, scope))
-
-    def _phase(self) -> str:
-        """Argo's verdict: each target's phase, an omitted one inheriting that of the branch it is on, failures first."""
-        op = self.op
-        targets: dict[str, str] = {op.nodes.node_id(self._task_node_name(name)): "" for name in self.targets}
-        queue = deque((child, "Succeeded") for child in self.node.children)
-        seen = set(queue)
-        while queue:
-            node_id, branch = queue.popleft()
-            node = op.nodes.by_id.get(node_id)
-            if node is None or not node.fulfilled:
-                return "Running"
-            if node.completed:
-                branch = node.phase
-            if node_id in targets and targets[node_id] not in ("Failed", "Error"):
-                targets[node_id] = branch
-            for child in _children(node, op):
-                if (child, branch) not in seen:
-                    seen.add((child, branch))
-                    queue.append((child, branch))
-        return self._verdict(targets)
-
-    def _verdict(self, targets: dict[str, str]) -> str:
-        result, fail_fast = "Succeeded", self.template.dag_fail_fast
-        for name in self.targets:
-            phase = targets[self.op.nodes.node_id(self._task_node_name(name))]
-            if phase == "":
-                result = "Running"
-                if not fail_fast:
-                    break
-            elif phase in ("Failed", "Error"):
-                if self.tasks[name].continues_on(phase):
-                    continue
-                result = phase
-                if fail_fast:
-                    break
-        return result
-
-
-def _children(node: Node, op: Operator) -> list[str]:
-    if node.type != "Retry":
-        return node.children
-    out: list[str] = []
-    for child_id in reversed(node.children):
-        child = op.nodes.by_id[child_id]
-        out += [child.id] if child.hooked else child.children
-    return out
 
 
 def _holder(call: Call) -> Holder:

@@ -18,7 +18,13 @@ TrainingStatus = Callable[[str], "dict[str, Any] | None"]
 LOG_TAIL = 20
 _SHOWN = 60
 """Steps in the live tree at most; the others are counted."""
-_MARKS = {"Succeeded": ("✔", "green"), "Failed": ("✖", "red"), "Error": ("⚠", "red"), "Running": ("●", "cyan"), "Pending": ("◷", "yellow")}
+_MARKS = {
+    "Succeeded": ("✔", "green"),
+    "Failed": ("✖", "red"),
+    "Error": ("⚠", "red"),
+    "Running": ("●", "cyan"),
+    "Pending": ("◷", "yellow"),
+}
 _HIDDEN = frozenset({"StepGroup"})
 
 
@@ -65,8 +71,14 @@ def describe_training(status: dict[str, Any] | None) -> str:
 
 def failed_pods(state: WorkflowState) -> list[Node]:
     """The pods that a failed workflow failed of: no attempts that a later one made good."""
-    made_good = {child for node in state.nodes if node.type == "Retry" and node.phase == "Succeeded" for child in node.children}
-    pods = [node for node in state.nodes if node.unsuccessful and node.type in ("Pod", "Skipped", "Suspend") and node.id not in made_good]
+    made_good = {
+        child for node in state.nodes if node.type == "Retry" and node.phase == "Succeeded" for child in node.children
+    }
+    pods = [
+        node
+        for node in state.nodes
+        if node.unsuccessful and node.type in ("Pod", "Skipped", "Suspend") and node.id not in made_good
+    ]
     return sorted(pods, key=lambda node: node.finished)
 
 
@@ -122,7 +134,11 @@ class JsonLines:
             "template": node.template_name,
             "phase": node.phase,
         }
-        optional = {"message": node.message, "progress": node.progress, "exitCode": node.outputs.exit_code if node.outputs is not None else None}
+        optional = {
+            "message": node.message,
+            "progress": node.progress,
+            "exitCode": node.outputs.exit_code if node.outputs is not None else None,
+        }
         self._print(event | {key: value for key, value in optional.items() if value})
 
     def refresh(self, state: WorkflowState) -> None:
@@ -132,7 +148,15 @@ class JsonLines:
         self._print({"time": timestamp(time.time()), "note": text})
 
     def finish(self, state: WorkflowState, directory: Path) -> None:
-        self._print({"time": timestamp(time.time()), "workflow": state.name, "phase": state.phase, "message": state.message, "directory": str(directory)})
+        self._print(
+            {
+                "time": timestamp(time.time()),
+                "workflow": state.name,
+                "phase": state.phase,
+                "message": state.message,
+                "directory": str(directory),
+            }
+        )
         sys.stdout.flush()
 
     def _print(self, event: dict[str, Any]) -> None:
@@ -173,7 +197,9 @@ class PlainLines:
             return
         self._next = time.monotonic() + 5.0
         for node in self._running.values():
-            text = describe_training(self._training(node.id)) or (node.progress if node.progress not in ("", "0/1") else "")
+            text = describe_training(self._training(node.id)) or (
+                node.progress if node.progress not in ("", "0/1") else ""
+            )
             if text and self._said.get(node.id) != text:
                 self._said[node.id] = text
                 self._say(f"{'':<9} {node.name}: {text}")
@@ -225,10 +251,14 @@ class LiveTree:
         from rich.tree import Tree
 
         elapsed = (state.finished or time.time()) - state.started if state.started else 0.0
-        root = Tree(Text.assemble((state.name, "bold"), f"  {state.phase or 'Pending'}  {elapsed:.0f} s  {state.progress()}"))
+        root = Tree(
+            Text.assemble((state.name, "bold"), f"  {state.phase or 'Pending'}  {elapsed:.0f} s  {state.progress()}")
+        )
         branches = {"": root}
         nodes = [node for node in state.nodes if node.type not in _HIDDEN]
-        shown = nodes if len(nodes) <= _SHOWN else [n for n in nodes if n.phase in ("Running", "Failed", "Error")][:_SHOWN]
+        shown = (
+            nodes if len(nodes) <= _SHOWN else [n for n in nodes if n.phase in ("Running", "Failed", "Error")][:_SHOWN]
+        )
         for node in shown:
             if node.type == "Retry" and node.phase == "Running":
                 pass
@@ -243,11 +273,20 @@ class LiveTree:
 
         mark, colour = _MARKS.get(node.phase, ("○", "dim"))
         end = node.finished or time.time()
-        text = Text.assemble((mark, colour), f" {node.display_name}", (f"  {node.phase}", colour), f"  {end - node.started:.1f} s")
+        text = Text.assemble(
+            (mark, colour), f" {node.display_name}", (f"  {node.phase}", colour), f"  {end - node.started:.1f} s"
+        )
         if node.type == "Retry" and len(node.children) > 1:
-            text.append(f"  attempt {len([c for c in node.children if c in state.nodes.by_id and state.nodes.by_id[c].retried])}", "yellow")
+            text.append(
+                f"  attempt {len([c for c in node.children if c in state.nodes.by_id and state.nodes.by_id[c].retried])}",
+                "yellow",
+            )
         if node.phase == "Running" and node.type == "Pod":
-            text.append("  " + (describe_training(self._training(node.id)) or (node.progress if node.progress != "0/1" else "")), "bold")
+            text.append(
+                "  "
+                + (describe_training(self._training(node.id)) or (node.progress if node.progress != "0/1" else "")),
+                "bold",
+            )
         if node.message:
             text.append(f"  {node.message}", "dim")
         return text

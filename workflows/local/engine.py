@@ -47,7 +47,9 @@ def run(plan: Plan, options: Options) -> Result:
     store = Store(paths.workflow(options.root, name))
     try:
         if store.workflow_json.exists():
-            raise ConfigurationError(f"workflow '{name}' exists already; give another name, or go on with --resume {name}")
+            raise ConfigurationError(
+                f"workflow '{name}' exists already; give another name, or go on with --resume {name}"
+            )
         engine = Engine(plan, options, store, name, str(uuid.uuid4()), time.time())
         engine.check_machine()
         engine.state.begin()
@@ -83,11 +85,17 @@ def resume(root: Path, name: str, options: Options) -> Result:
 
 
 def _name(plan: Plan, options: Options) -> str:
-    name = options.name or plan.name or f"{plan.metadata.get('generateName') or 'workflow-'}{''.join(secrets.choice('bcdfghjklmnpqrstvwxz2456789') for _ in range(5))}"
+    name = (
+        options.name
+        or plan.name
+        or f"{plan.metadata.get('generateName') or 'workflow-'}{''.join(secrets.choice('bcdfghjklmnpqrstvwxz2456789') for _ in range(5))}"
+    )
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name):
         raise ConfigurationError(f"'{name}' is no name for a workflow: lower-case letters, digits, '-' and '.'")
     if len(name) > 63:
-        raise ConfigurationError(f"workflow name '{name}' must not be more than 63 characters long (it has {len(name)})")
+        raise ConfigurationError(
+            f"workflow name '{name}' must not be more than 63 characters long (it has {len(name)})"
+        )
     return name
 
 
@@ -102,7 +110,9 @@ class Engine:
         self.launcher = Launcher([store.lock_handle])
         self.environment = environment.mapping() | dict(options.environment or {})
         claims = {claim: Path(directory).absolute() for claim, directory in options.volumes.items()}
-        self.places = sandbox.Places(store.directory.absolute(), claims | self._made_claims(name), (options.root / "volumes").absolute())
+        self.places = sandbox.Places(
+            store.directory.absolute(), claims | self._made_claims(name), (options.root / "volumes").absolute()
+        )
         self.runner = Runner(self.launcher, self.places, self._volumes(name), self.environment)
         self.operator = Operator(self.state, self.runner)
         self.runner.operator = self.operator
@@ -135,7 +145,10 @@ class Engine:
 
     def check_machine(self) -> None:
         """Refuse a workflow whose commands or mounts this machine does not have."""
-        scope = {f"workflow.parameters.{p['name']}": str(p.get("value", "")) for p in (self.plan.spec.get("arguments") or {}).get("parameters") or ()}
+        scope = {
+            f"workflow.parameters.{p['name']}": str(p.get("value", ""))
+            for p in (self.plan.spec.get("arguments") or {}).get("parameters") or ()
+        }
         self.runner.volumes = Substitution(scope).apply(self.runner.volumes)
         try:
             for raw, where in self.plan.reached:
@@ -150,17 +163,33 @@ class Engine:
         container, place = template.container, (*where, template.type)
         command = list(container.get("command") or ())
         if not command and not (self.state.spec.get("templateDefaults") or {}).get(template.type):
-            self._refuse((*place, "command"), f"templates.{template.name} has no command, and the entrypoint of an image is not known here; give it one")
+            self._refuse(
+                (*place, "command"),
+                f"templates.{template.name} has no command, and the entrypoint of an image is not known here; give it one",
+            )
         self._check_command(template, command, place)
         self._check_environment(template, place)
-        mounts = [(mount, self._volume_named(template, mount.get("name"), place)) for mount in container.get("volumeMounts") or ()]
+        mounts = [
+            (mount, self._volume_named(template, mount.get("name"), place))
+            for mount in container.get("volumeMounts") or ()
+        ]
         if not self.launcher.namespaces_refused:
             return
-        binds = [[str(sandbox.volume_directory(volume, "node", self.places) / (m.get("subPath") or "")), m.get("mountPath") or "/", False] for m, volume in mounts]
+        binds = [
+            [
+                str(sandbox.volume_directory(volume, "node", self.places) / (m.get("subPath") or "")),
+                m.get("mountPath") or "/",
+                False,
+            ]
+            for m, volume in mounts
+        ]
         outputs = [str((p.value_from or {}).get("path")) for p in template.outputs if (p.value_from or {}).get("path")]
         for path in sandbox.needed(binds, outputs):
             if "{{" not in path:
-                self._refuse(place, f"templates.{template.name} needs {path} for itself, but this kernel refuses private mounts ({self.launcher.namespaces_refused}); map the claim to that very directory, or run where mounts are allowed")
+                self._refuse(
+                    place,
+                    f"templates.{template.name} needs {path} for itself, but this kernel refuses private mounts ({self.launcher.namespaces_refused}); map the claim to that very directory, or run where mounts are allowed",
+                )
 
     def _volume_named(self, template: Template, name: Any, where: Where) -> Raw:
         for volume in [*self.runner.volumes, *(template.raw.get("volumes") or ())]:
@@ -174,20 +203,30 @@ class Engine:
         if not command or "{{" in command[0] or "$(" in command[0]:
             return
         own = {raw.get("name"): raw.get("value") for raw in template.container.get("env") or ()}
-        search = own.get("PATH") or os.pathsep.join([str(Path(sys.executable).parent), self.environment.get("PATH") or os.defpath])
-        if any(command[0].startswith(str(mount.get("mountPath"))) for mount in template.container.get("volumeMounts") or ()):
+        search = own.get("PATH") or os.pathsep.join(
+            [str(Path(sys.executable).parent), self.environment.get("PATH") or os.defpath]
+        )
+        if any(
+            command[0].startswith(str(mount.get("mountPath"))) for mount in template.container.get("volumeMounts") or ()
+        ):
             return
         if "/" in command[0] and not command[0].startswith("/"):
             return
         if shutil.which(command[0], path=search) is None:
-            self._refuse((*where, "command"), f"templates.{template.name}: there is no command '{command[0]}' on this machine; install it, or run on a cluster")
+            self._refuse(
+                (*where, "command"),
+                f"templates.{template.name}: there is no command '{command[0]}' on this machine; install it, or run on a cluster",
+            )
 
     def _check_environment(self, template: Template, where: Where) -> None:
         for index, raw in enumerate(template.container.get("env") or ()):
             source = raw.get("valueFrom") or {}
             for kind in ("secretKeyRef", "configMapKeyRef"):
                 if source.get(kind) is not None and not source[kind].get("optional"):
-                    self._refuse((*where, "env", index), f"templates.{template.name}: env {raw.get('name')} comes from a {kind}, which only a cluster has; make it optional, or run there")
+                    self._refuse(
+                        (*where, "env", index),
+                        f"templates.{template.name}: env {raw.get('name')} comes from a {kind}, which only a cluster has; make it optional, or run there",
+                    )
 
     def _refuse(self, where: Where, message: str) -> None:
         place = path_text(where)
@@ -229,6 +268,8 @@ class Engine:
         self.runner.start_queued()
         if not self.runner.stopping:
             self.operator.operate()
+        if self._is_stuck():
+            self.operator.give_up()
         self.store.flush(self.state)
         self.display.refresh(self.state)
         if self.state.fulfilled and not self.runner.running:
@@ -246,6 +287,13 @@ class Engine:
         self.suspensions.look()
         if self.runner.stopping and not self.runner.running:
             raise _Stopped
+
+    def _is_stuck(self) -> bool:
+        if self.state.fulfilled or self.runner.stopping or self.runner.running or self.runner.queue:
+            return False
+        return (
+            self.operator.next_timer() is None and not self.suspensions.waiting and not self.suspensions.whole_workflow
+        )
 
     def _patience(self) -> float:
         due = [when for when in (self.operator.next_timer(), self.runner.next_deadline()) if when is not None]
@@ -274,7 +322,9 @@ class Engine:
                 read.close()
                 write.close()
             return
-        before = {number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         wakeup = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
         try:
             yield read
@@ -291,7 +341,9 @@ class Engine:
         self.display.note(f"stopped; go on with --resume {self.state.name}")
         if self.stopped_by == signal.SIGINT:
             raise KeyboardInterrupt
-        raise StoppedError(f"workflow '{self.state.name}' was stopped by a signal; go on with --resume {self.state.name}")
+        raise StoppedError(
+            f"workflow '{self.state.name}' was stopped by a signal; go on with --resume {self.state.name}"
+        )
 
     def _exit_code(self) -> int:
         """0, or the code of the step that failed, as the contract between layers maps it."""

@@ -102,7 +102,17 @@ def supply(template: Template, arguments: Raw) -> tuple[Parameter, ...]:
             source = None if value is not None else source
         if value is None:
             raise TemplateError(f"inputs.parameters.{parameter.name} was not supplied")
-        out.append(Parameter(parameter.name, value, parameter.default, source, parameter.global_name, parameter.enum, parameter.description))
+        out.append(
+            Parameter(
+                parameter.name,
+                value,
+                parameter.default,
+                source,
+                parameter.global_name,
+                parameter.enum,
+                parameter.description,
+            )
+        )
     return tuple(out)
 
 

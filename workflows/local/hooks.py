@@ -39,7 +39,14 @@ class Hooks:
         return done
 
     def run_conditional(
-        self, hooks: Mapping[str, Hook], node: Node, scope: dict[str, str], base: Base, prefix: str, owner: Execution, key: str
+        self,
+        hooks: Mapping[str, Hook],
+        node: Node,
+        scope: dict[str, str],
+        base: Base,
+        prefix: str,
+        owner: Execution,
+        key: str,
     ) -> bool:
         """Run the hooks of a step or task whose condition holds, or held; whether all that were triggered are done."""
         op, done = self.operator, True
@@ -57,7 +64,9 @@ class Hooks:
             done = done and made is not None and made.fulfilled
         return done
 
-    def run_exit(self, hook: Hook | None, node: Node, scope: dict[str, str], base: Base, prefix: str, owner: Execution, key: str) -> bool:
+    def run_exit(
+        self, hook: Hook | None, node: Node, scope: dict[str, str], base: Base, prefix: str, owner: Execution, key: str
+    ) -> bool:
         """Run the exit hook of a step or task that has ended; whether there is none, or it is done too."""
         op = self.operator
         if hook is None:
@@ -95,12 +104,29 @@ class Hooks:
         return resolved
 
     def _execution(
-        self, name: str, hook: Hook, arguments: Raw, base: Base, boundary_id: str, *, owner: Execution | None = None, key: str = "", on_exit: bool = False
+        self,
+        name: str,
+        hook: Hook,
+        arguments: Raw,
+        base: Base,
+        boundary_id: str,
+        *,
+        owner: Execution | None = None,
+        key: str = "",
+        on_exit: bool = False,
     ) -> Execution:
         execution = self.operator.executions.get(name)
         if execution is None:
             execution = Execution(
-                name, base, Holder(hook.template, hook.template_ref), arguments, boundary_id, on_exit=on_exit, hooked=True, parent=owner, key=key
+                name,
+                base,
+                Holder(hook.template, hook.template_ref),
+                arguments,
+                boundary_id,
+                on_exit=on_exit,
+                hooked=True,
+                parent=owner,
+                key=key,
             )
             self.operator.executions[name] = execution
         return execution

@@ -84,7 +84,10 @@ def _joined(spec: Raw, library: dict[str, Raw]) -> Raw:
         raise Problem(("spec", "templates"), "templates cannot be given together with workflowTemplateRef")
     key = f"{'cluster' if ref.get('clusterScope') else 'namespaced'}/{ref.get('name') or ''}"
     if key not in library:
-        raise Problem(("spec", "workflowTemplateRef"), f"workflow template '{ref.get('name')}' not found in this file or its directory")
+        raise Problem(
+            ("spec", "workflowTemplateRef"),
+            f"workflow template '{ref.get('name')}' not found in this file or its directory",
+        )
     return {name: value for name, value in join_spec(spec, library[key]).items() if name != "workflowTemplateRef"}
 
 
@@ -106,7 +109,10 @@ def _library(path: Path, documents: list[Any], spec: Raw) -> dict[str, Raw]:
             library[key] = found[key]
             findings = schema.check(found[key], "Spec")
             if findings.refused:
-                raise Problem((), f"workflow template {key.partition('/')[2]}: {path_text(findings.refused[0])} is not implemented here; run it on a cluster")
+                raise Problem(
+                    (),
+                    f"workflow template {key.partition('/')[2]}: {path_text(findings.refused[0])} is not implemented here; run it on a cluster",
+                )
             pending += list(_references(found[key]))
     return library
 
@@ -141,7 +147,8 @@ def _set_parameters(spec: Raw, parameters: dict[str, str]) -> Raw:
             known = ", ".join(sorted(str(n) for n in names)) or "none"
             raise Problem(("spec", "arguments"), f"-p {name}: the workflow has no such parameter (it has: {known})")
     changed = [
-        {key: value for key, value in parameter.items() if key != "valueFrom"} | {"value": parameters[parameter["name"]]}
+        {key: value for key, value in parameter.items() if key != "valueFrom"}
+        | {"value": parameters[parameter["name"]]}
         if parameter.get("name") in parameters
         else parameter
         for parameter in own

@@ -57,7 +57,9 @@ def _from_text(text: str) -> list[Any]:
     try:
         items = parse_json(text, raw_numbers=True)
     except ValueError as error:
-        raise LoopError(f"withParam value could not be parsed as a JSON list: {text.strip()}: {_go_error(text, error)}") from None
+        raise LoopError(
+            f"withParam value could not be parsed as a JSON list: {text.strip()}: {_go_error(text, error)}"
+        ) from None
     if items is None:
         return []
     if not isinstance(items, list):
@@ -137,7 +139,10 @@ def _is_text(item: Any) -> bool:
 
 def _item_scope(item: Any) -> dict[str, str]:
     if isinstance(item, dict):
-        return {"item": to_json(item, sort_keys=True), **{f"item.{key}": _item_text(value) for key, value in item.items()}}
+        return {
+            "item": to_json(item, sort_keys=True),
+            **{f"item.{key}": _item_text(value) for key, value in item.items()},
+        }
     if isinstance(item, list):
         return {"item": to_json(item)}
     return {"item": item if _is_text(item) else _item_text(item)}

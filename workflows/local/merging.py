@@ -6,14 +6,25 @@ from typing import Any
 
 from workflows.local.plan import TYPES, Raw
 
-_MERGE_KEYS = {"volumes": "name", "env": "name", "volumeMounts": "mountPath", "tasks": "name", "templates": "name", "parameters": "name", "ports": "containerPort"}
+_MERGE_KEYS = {
+    "volumes": "name",
+    "env": "name",
+    "volumeMounts": "mountPath",
+    "tasks": "name",
+    "templates": "name",
+    "parameters": "name",
+    "ports": "containerPort",
+}
 """Lists that merge by a key of their elements; every other list is replaced as a whole."""
 
 
 def merge(over: Any, under: Any, name: str = "") -> Any:
     """``over`` completed by ``under``."""
     if isinstance(over, dict) and isinstance(under, dict):
-        out = {key: merge(over[key], under[key], key) if key in over and over[key] is not None else under[key] for key in under}
+        out = {
+            key: merge(over[key], under[key], key) if key in over and over[key] is not None else under[key]
+            for key in under
+        }
         return out | {key: value for key, value in over.items() if key not in under}
     if isinstance(over, list) and isinstance(under, list) and name in _MERGE_KEYS:
         return _merge_lists(over, under, _MERGE_KEYS[name])
@@ -22,7 +33,10 @@ def merge(over: Any, under: Any, name: str = "") -> Any:
 
 def _merge_lists(over: list[Any], under: list[Any], key: str) -> list[Any]:
     below = {item.get(key): item for item in under if isinstance(item, dict)}
-    out = [merge(item, below[item.get(key)]) if isinstance(item, dict) and item.get(key) in below else item for item in over]
+    out = [
+        merge(item, below[item.get(key)]) if isinstance(item, dict) and item.get(key) in below else item
+        for item in over
+    ]
     above = {item.get(key) for item in over if isinstance(item, dict)}
     return out + [item for item in under if not isinstance(item, dict) or item.get(key) not in above]
 

@@ -32,7 +32,9 @@ class Outputs:
 
     @staticmethod
     def read(raw: Raw | None) -> Outputs | None:
-        return None if raw is None else Outputs(list(raw.get("parameters") or ()), raw.get("result"), raw.get("exitCode"))
+        return (
+            None if raw is None else Outputs(list(raw.get("parameters") or ()), raw.get("result"), raw.get("exitCode"))
+        )
 
     def copy(self) -> Outputs:
         return Outputs([dict(parameter) for parameter in self.parameters], self.result, self.exit_code)
@@ -85,7 +87,13 @@ class Node:
 
     def write(self) -> Raw:
         """Argo's JSON of it."""
-        raw: Raw = {"id": self.id, "name": self.name, "displayName": self.display_name, "type": self.type, "phase": self.phase}
+        raw: Raw = {
+            "id": self.id,
+            "name": self.name,
+            "displayName": self.display_name,
+            "type": self.type,
+            "phase": self.phase,
+        }
         optional: Raw = {
             "templateName": self.template_name,
             "templateRef": self.template_ref,
@@ -95,7 +103,8 @@ class Node:
             "startedAt": timestamp(self.started) if self.started else None,
             "finishedAt": timestamp(self.finished) if self.finished else None,
             "progress": self.progress,
-            "nodeFlag": {key: True for key, on in (("hooked", self.hooked), ("retried", self.retried)) if on} or ({} if self.flagged else None),
+            "nodeFlag": {key: True for key, on in (("hooked", self.hooked), ("retried", self.retried)) if on}
+            or ({} if self.flagged else None),
             "inputs": {"parameters": self.inputs} if self.inputs else None,
             "outputs": self.outputs.write() if self.outputs is not None else None,
             "children": self.children or None,

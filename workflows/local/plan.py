@@ -75,11 +75,17 @@ class Hook:
 
     @staticmethod
     def read(raw: Raw) -> Hook:
-        return Hook(raw.get("template") or "", raw.get("templateRef"), raw.get("arguments") or {}, raw.get("expression") or "")
+        return Hook(
+            raw.get("template") or "", raw.get("templateRef"), raw.get("arguments") or {}, raw.get("expression") or ""
+        )
 
     def with_arguments(self, arguments: Raw) -> Hook:
         """A hook without arguments of its own gets the workflow's."""
-        return self if self.arguments.get("parameters") else Hook(self.template, self.template_ref, arguments, self.expression)
+        return (
+            self
+            if self.arguments.get("parameters")
+            else Hook(self.template, self.template_ref, arguments, self.expression)
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,11 @@ class Call:
 
     @property
     def expands(self) -> bool:
-        return bool(self.raw.get("withItems")) or bool(self.raw.get("withParam")) or self.raw.get("withSequence") is not None
+        return (
+            bool(self.raw.get("withItems"))
+            or bool(self.raw.get("withParam"))
+            or self.raw.get("withSequence") is not None
+        )
 
     @cached_property
     def hooks(self) -> Mapping[str, Hook]:

@@ -17,7 +17,14 @@ from workflows.local.plan import Raw, Retry
 if TYPE_CHECKING:
     from workflows.local.operator import Operator
 
-_TRANSIENT = ("connection reset by peer", "i/o timeout", "TLS handshake timeout", "connection refused", "transport connection broken", "etcdserver: leader changed")
+_TRANSIENT = (
+    "connection reset by peer",
+    "i/o timeout",
+    "TLS handshake timeout",
+    "connection refused",
+    "transport connection broken",
+    "etcdserver: leader changed",
+)
 
 
 class RetryBody:
@@ -57,7 +64,7 @@ class Retries:
                 if last is not None:
                     node.outputs = last.outputs.copy() if last.outputs is not None else None
                     op.nodes.changed(node)
-                op._release(node)
+                op.limits.release(node)
                 return node
             child = self._attempt(execution, node, attempts)
             if child is None or not child.fulfilled:
@@ -76,7 +83,9 @@ class Retries:
         name = f"{execution.name}({number})"
         attempt = op.executions.get(name)
         if attempt is None:
-            attempt = self._new(execution, name, number, last if not under_way else (attempts[-2] if len(attempts) > 1 else None))
+            attempt = self._new(
+                execution, name, number, last if not under_way else (attempts[-2] if len(attempts) > 1 else None)
+            )
         if not under_way:
             op.link(node, name)
         attempt.deadline = execution.deadline
@@ -135,7 +144,11 @@ class Retries:
             return True
         deadline = op.state.deadline
         if deadline is not None and time.time() > deadline:
-            op.mark(node, last.phase, f"retry exceeded workflow deadline {timestamp(deadline).replace('T', ' ').replace('Z', ' +0000 UTC')}")
+            op.mark(
+                node,
+                last.phase,
+                f"retry exceeded workflow deadline {timestamp(deadline).replace('T', ' ').replace('Z', ' +0000 UTC')}",
+            )
             return True
         if strategy.backoff is not None and not self._back_off(execution, node, strategy, attempts):
             return node.fulfilled

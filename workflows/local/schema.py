@@ -14,7 +14,15 @@ from typing import Any
 
 from workflows.local.document import Problem, Where
 
-TEXT, ANY, INT, INT_OR_TEXT, BOOL, FREE, TEXT_MAP = "text", "any scalar", "whole number", "whole number or text", "true or false", "free", "map of text"
+TEXT, ANY, INT, INT_OR_TEXT, BOOL, FREE, TEXT_MAP = (
+    "text",
+    "any scalar",
+    "whole number",
+    "whole number or text",
+    "true or false",
+    "free",
+    "map of text",
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,9 @@ _CONTAINER_CLUSTER = _words(
 )
 _CONTAINER_REFUSED = _words("envFrom lifecycle livenessProbe restartPolicy restartPolicyRules volumeDevices")
 
-_PLACEMENT = _words("affinity nodeSelector tolerations schedulerName securityContext automountServiceAccountToken executor serviceAccountName")
+_PLACEMENT = _words(
+    "affinity nodeSelector tolerations schedulerName securityContext automountServiceAccountToken executor serviceAccountName"
+)
 
 KINDS: dict[str, Kind] = {
     "Workflow": Kind({"apiVersion": TEXT, "kind": TEXT, "metadata": "Metadata", "spec": "Spec"}, _words("status")),
@@ -152,7 +162,11 @@ def _check(value: Any, kind: Any, where: Where, findings: Findings) -> None:
             _check(item, kind[0], (*where, index), findings)
     elif kind in _SCALARS:
         if not _SCALARS[kind](value):
-            raise Problem(where, f"must be {kind}, not {_name(value)}" + (" (quote it)" if kind == TEXT and isinstance(value, (int, float, bool)) else ""))
+            raise Problem(
+                where,
+                f"must be {kind}, not {_name(value)}"
+                + (" (quote it)" if kind == TEXT and isinstance(value, (int, float, bool)) else ""),
+            )
     elif not isinstance(value, dict):
         raise Problem(where, f"must be an object, not {_name(value)}")
     elif kind == "Hooks":

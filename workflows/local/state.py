@@ -86,7 +86,9 @@ class WorkflowState:
         own |= {"workflow.parameters": listed, "workflow.parameters.json": listed}
         for parameter in arguments:
             if parameter.value is None:
-                raise ValueError(f"either value or valueFrom must be specified in order to set global parameter {parameter.name}")
+                raise ValueError(
+                    f"either value or valueFrom must be specified in order to set global parameter {parameter.name}"
+                )
             own[f"workflow.parameters.{parameter.name}"] = parameter.value
         extra = spec.get("workflowMetadata") or {}
         from_expressions = extra.get("labelsFrom") or {}
@@ -211,6 +213,7 @@ class WorkflowState:
             "apiVersion": "argoproj.io/v1alpha1",
             "kind": "Workflow",
             "metadata": metadata,
-            "spec": self.plan.original_spec | ({"arguments": self.plan.spec["arguments"]} if self.plan.spec.get("arguments") else {}),
+            "spec": self.plan.original_spec
+            | ({"arguments": self.plan.spec["arguments"]} if self.plan.spec.get("arguments") else {}),
             "status": {key: value for key, value in status.items() if value is not None},
         }

@@ -119,6 +119,7 @@ class StepsBody:
                 group.calls = self._expand(group, [self._resolve(step) for step in self.template.steps[group.number]])
             except TagError as error:
                 if error.missing:
+                    op.reasons[group.name] = str(error)
                     raise _Requeue from None
                 return op.mark(node, "Error", f"failed to resolve references: {error}")
             except WhenError as error:
@@ -159,7 +160,14 @@ class StepsBody:
             except TagError as error:
                 raise LoopError(str(error)) from None
             if not expanded and op.nodes.get(f"{group.name}.{step.name}") is None:
-                op.skip(f"{group.name}.{step.name}", self.inner, _holder(step), self.node.id, "Skipped", "Skipped, empty params")
+                op.skip(
+                    f"{group.name}.{step.name}",
+                    self.inner,
+                    _holder(step),
+                    self.node.id,
+                    "Skipped",
+                    "Skipped, empty params",
+                )
                 op.link(node, f"{group.name}.{step.name}")
             calls += expanded
         return calls
@@ -181,7 +189,9 @@ class StepsBody:
             group.dirty.discard(number)
             if not proceed:
                 if op.nodes.get(name) is None:
-                    op.skip(name, self.inner, _holder(call), self.node.id, "Skipped", f"when '{call.when}' evaluated false")
+                    op.skip(
+                        name, self.inner, _holder(call), self.node.id, "Skipped", f"when '{call.when}' evaluated false"
+                    )
                     op.link(node, name)
                 continue
             try:
@@ -235,12 +245,16 @@ class StepsBody:
             prefix = f"steps.{call.name}"
             skipped = child.type == "Skipped" and not child.completed
             try:
-                if not skipped and not op.hooks.run_conditional(call.running_hooks, child, self.scope, self.inner, prefix, self.execution, key):
+                if not skipped and not op.hooks.run_conditional(
+                    call.running_hooks, child, self.scope, self.inner, prefix, self.execution, key
+                ):
                     return node
                 if not child.fulfilled:
                     continue
                 exit_hook = call.exit_hook(op.state.spec.get("arguments") or {})
-                if child.completed and not op.hooks.run_exit(exit_hook, child, self.scope, self.inner, prefix, self.execution, key):
+                if child.completed and not op.hooks.run_exit(
+                    exit_hook, child, self.scope, self.inner, prefix, self.execution, key
+                ):
                     continue
             except (TemplateError, TagError) as error:
                 return op.mark(node, "Error", str(error))
@@ -265,7 +279,11 @@ class StepsBody:
                 add_node(self.scope, prefix, child, op.nodes)
                 continue
             items = [op.nodes.by_id[i] for i in group_node.children]
-            add_aggregate(self.scope, prefix, [item for item in items if item.name.startswith(f"{name}(") and item.type != "Skipped"])
+            add_aggregate(
+                self.scope,
+                prefix,
+                [item for item in items if item.name.startswith(f"{name}(") and item.type != "Skipped"],
+            )
             add_node(self.scope, prefix, group_node, op.nodes)
 
     def _set_outbound(self, node: Node) -> None:

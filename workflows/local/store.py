@@ -65,7 +65,10 @@ class Store:
 
     def begin(self, plan: Plan, state: WorkflowState) -> None:
         """Start a workflow that was never run."""
-        saved = {name: getattr(plan, name) for name in ("file", "metadata", "spec", "original_spec", "library", "ignored", "reached")}
+        saved = {
+            name: getattr(plan, name)
+            for name in ("file", "metadata", "spec", "original_spec", "library", "ignored", "reached")
+        }
         write_whole(self.directory / "plan.json", json.dumps(saved).encode())
         self.write(state)
 
@@ -75,13 +78,21 @@ class Store:
 
     def flush(self, state: WorkflowState) -> None:
         """Put the changes where they survive this process."""
-        status = {"phase": state.phase, "message": state.message, "started": state.started, "finished": state.finished, "outputs": state.outputs}
+        status = {
+            "phase": state.phase,
+            "message": state.message,
+            "started": state.started,
+            "finished": state.finished,
+            "outputs": state.outputs,
+        }
         if not self._changed and status == self._status:
             return
         if self._journal is None:
             self._journal = (self.directory / "journal.jsonl").open("a", encoding="utf-8")
         lines = [json.dumps(node.write(), separators=(",", ":")) for node in self._changed.values()]
-        self._journal.write("".join(line + "\n" for line in lines) + json.dumps({"workflow": status}, separators=(",", ":")) + "\n")
+        self._journal.write(
+            "".join(line + "\n" for line in lines) + json.dumps({"workflow": status}, separators=(",", ":")) + "\n"
+        )
         self._journal.flush()
         self._changed.clear()
         self._status = json.loads(json.dumps(status))
@@ -120,7 +131,9 @@ class Store:
         try:
             return json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise ConfigurationError(f"there is no workflow '{self.directory.name}' under {self.directory.parent} to go on with") from None
+            raise ConfigurationError(
+                f"there is no workflow '{self.directory.name}' under {self.directory.parent} to go on with"
+            ) from None
         except ValueError as error:
             raise DataError(f"{path} is damaged ({error}); run the workflow anew") from None
 

@@ -60,11 +60,15 @@ class Suspensions:
                 home = self.places.node(node.id)
                 home.mkdir(parents=True, exist_ok=True)
                 wanted = ", ".join(self._wanted(node))
-                self._say(f"{node.display_name} is suspended" + (f" and wants {wanted}" if wanted else ""), home / "resume")
+                self._say(
+                    f"{node.display_name} is suspended" + (f" and wants {wanted}" if wanted else ""), home / "resume"
+                )
 
     def _has_duration(self, node: Node) -> bool:
         execution = self.operator.executions.get(node.name)
-        raw = execution.template.raw.get("suspend") if execution is not None and execution.template is not None else None
+        raw = (
+            execution.template.raw.get("suspend") if execution is not None and execution.template is not None else None
+        )
         return bool((raw or {}).get("duration"))
 
     def _wanted(self, node: Node) -> list[str]:
@@ -95,7 +99,9 @@ class Suspensions:
         for node in list(self.waiting.values())[:1]:
             missing = [name for name in self._wanted(node) if name not in answers]
             if missing:
-                self.display.note(f"{node.display_name} still wants {', '.join(missing)}: type {missing[0]}=VALUE, then Enter")
+                self.display.note(
+                    f"{node.display_name} still wants {', '.join(missing)}: type {missing[0]}=VALUE, then Enter"
+                )
                 return
             self.operator.resume_suspended(node, answers)
 

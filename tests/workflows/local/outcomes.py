@@ -36,11 +36,19 @@ def of_workflow(workflow: dict[str, Any]) -> Outcome:
             "parameters": {p["name"]: p.get("value") for p in outputs.get("parameters") or ()},
             "message": node.get("message", ""),
         }
-        nodes.append({key: masked(value, name) for key, value in entry.items() if value not in (None, {}, "") or key == "template"})
+        nodes.append(
+            {
+                key: masked(value, name)
+                for key, value in entry.items()
+                if value not in (None, {}, "") or key == "template"
+            }
+        )
     return {
         "phase": status.get("phase"),
         "message": masked(status.get("message", ""), name),
-        "outputs": masked({p["name"]: p.get("value") for p in (status.get("outputs") or {}).get("parameters") or ()}, name),
+        "outputs": masked(
+            {p["name"]: p.get("value") for p in (status.get("outputs") or {}).get("parameters") or ()}, name
+        ),
         "nodes": sorted(nodes, key=lambda entry: str(entry["path"])),
     }
 
@@ -65,8 +73,14 @@ def comparable(outcome: Outcome, timeouts: frozenset[str] = frozenset()) -> set[
 def differences(expected: Outcome, found: Outcome) -> list[str]:
     """What the two disagree about; empty if they agree."""
     timeouts = frozenset(n["path"] for outcome in (expected, found) for n in outcome["nodes"] if timed_out(n))
-    lines = [] if expected["phase"] == found["phase"] else [f"phase: {expected['phase']} expected, {found['phase']} found"]
+    lines = (
+        [] if expected["phase"] == found["phase"] else [f"phase: {expected['phase']} expected, {found['phase']} found"]
+    )
     if expected.get("outputs", {}) != found.get("outputs", {}):
         lines.append(f"outputs: {expected.get('outputs')} expected, {found.get('outputs')} found")
     wanted, given = comparable(expected, timeouts), comparable(found, timeouts)
-    return lines + [f"missing: {line}" for line in sorted(wanted - given)] + [f"extra: {line}" for line in sorted(given - wanted)]
+    return (
+        lines
+        + [f"missing: {line}" for line in sorted(wanted - given)]
+        + [f"extra: {line}" for line in sorted(given - wanted)]
+    )

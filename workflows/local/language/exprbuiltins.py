@@ -20,7 +20,13 @@ def type_name(value: Any) -> str:
         return "<nil>"
     if isinstance(value, bool):
         return "bool"
-    for python, go in ((int, "int"), (float, "float64"), (str, "string"), (list, "[]interface {}"), (Mapping, "map[string]interface {}")):
+    for python, go in (
+        (int, "int"),
+        (float, "float64"),
+        (str, "string"),
+        (list, "[]interface {}"),
+        (Mapping, "map[string]interface {}"),
+    ):
         if isinstance(value, python):
             return go
     return "func" if callable(value) else type(value).__name__

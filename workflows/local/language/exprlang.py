@@ -160,13 +160,15 @@ class _Run:
         return binary(node.value, left, self.value(node.parts[1]))
 
     def logical(self, node: Node, left: Any) -> bool:
-        for take in (lambda: left, lambda: self.value(node.parts[1])):
-            value = take()
-            if not isinstance(value, bool):
-                raise ExpressionError(f"invalid operation: {node.value} on {type_name(value)}")
-            if value is (node.value == "||"):
-                return value
-        return node.value == "&&"
+        decides = node.value == "||"
+        if self.truth(node, left) is decides:
+            return decides
+        return self.truth(node, self.value(node.parts[1]))
+
+    def truth(self, node: Node, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ExpressionError(f"invalid operation: {node.value} on {type_name(value)}")
+        return value
 
     def chain(self, node: Node) -> bool:
         return bool(self.value(node.parts[0])) and bool(self.value(node.parts[2]))
@@ -195,7 +197,12 @@ class _Run:
     def call(self, node: Node) -> Any:
         head = node.parts[0]
         arguments = [self.value(part) for part in node.parts[1:]]
-        if head is not None and head.kind == "name" and head.value not in self.bound and head.value not in self.environment:
+        if (
+            head is not None
+            and head.kind == "name"
+            and head.value not in self.bound
+            and head.value not in self.environment
+        ):
             return BUILTINS[head.value](*arguments)
         function = self.value(head)
         if not callable(function):
@@ -259,7 +266,9 @@ def _over(name: str, items: list[Any], results: list[Any], extra: Any) -> Any:
     chosen = [index for index, result in enumerate(results) if result is True]
     if name in ("all", "none", "any", "one", "count"):
         count = len(chosen)
-        return {"all": count == len(items), "none": count == 0, "any": count > 0, "one": count == 1, "count": count}[name]
+        return {"all": count == len(items), "none": count == 0, "any": count > 0, "one": count == 1, "count": count}[
+            name
+        ]
     if name == "filter":
         return [items[index] for index in chosen]
     if name == "map":

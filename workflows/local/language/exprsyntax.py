@@ -56,7 +56,23 @@ _UNARY = {"not": 50, "!": 50, "-": 90, "+": 90}
 _COMPARISONS = frozenset({"<", ">", ">=", "<="})
 _NEGATABLE = frozenset({"in", "matches", "contains", "startsWith", "endsWith"})
 PREDICATES = frozenset(
-    "all none any one filter map count sum find findIndex findLast findLastIndex groupBy sortBy reduce".split()
+    [
+        "all",
+        "none",
+        "any",
+        "one",
+        "filter",
+        "map",
+        "count",
+        "sum",
+        "find",
+        "findIndex",
+        "findLast",
+        "findLastIndex",
+        "groupBy",
+        "sortBy",
+        "reduce",
+    ]
 )
 """Builtins whose second argument is a predicate."""
 

@@ -39,7 +39,36 @@ class Token:
     value: Any
 
 
-_SYMBOLS = frozenset("+ - * / % ** & | ^ << >> && || == != < <= > >= =~ !~ ? : ?? ! ~".split())
+_SYMBOLS = frozenset(
+    [
+        "+",
+        "-",
+        "*",
+        "/",
+        "%",
+        "**",
+        "&",
+        "|",
+        "^",
+        "<<",
+        ">>",
+        "&&",
+        "||",
+        "==",
+        "!=",
+        "<",
+        "<=",
+        ">",
+        ">=",
+        "=~",
+        "!~",
+        "?",
+        ":",
+        "??",
+        "!",
+        "~",
+    ]
+)
 _PREFIXES = frozenset("-!~")
 _LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"||"}),
@@ -111,7 +140,8 @@ def _is_symbol(character: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _tokens(text: str) -> tuple[Token, ...]:
-    lexer, tokens = _Lexer(text), []
+    lexer = _Lexer(text)
+    tokens: list[Token] = []
     while lexer.position < len(text):
         if text[lexer.position].isspace():
             lexer.position += 1
@@ -199,16 +229,31 @@ def _check_order(tokens: list[Token]) -> None:
         operand = token.kind in ("number", "string", "bool", "accessor", "prefix", "open")
         if operand and not _starts_operand(before):
             assert before is not None
-            raise WhenError(f"Cannot transition token types from {_kind(before)} [{go_print(before.value)}] to {_kind(token)} [{go_print(token.value)}]")
-        if not operand and _starts_operand(before) and not (token.kind == "close" and before is not None and before.kind == "open"):
-            raise WhenError(f"Cannot transition token types from {_kind(before)} to {_kind(token)} [{go_print(token.value)}]")
+            raise WhenError(
+                f"Cannot transition token types from {_kind(before)} [{go_print(before.value)}] to {_kind(token)} [{go_print(token.value)}]"
+            )
+        if (
+            not operand
+            and _starts_operand(before)
+            and not (token.kind == "close" and before is not None and before.kind == "open")
+        ):
+            raise WhenError(
+                f"Cannot transition token types from {_kind(before)} to {_kind(token)} [{go_print(token.value)}]"
+            )
         before = token
     if before is not None and _starts_operand(before):
         raise WhenError("Unexpected end of expression")
 
 
 def _kind(token: Token | None) -> str:
-    names = {"string": "VARIABLE", "number": "NUMERIC", "bool": "BOOLEAN", "open": "CLAUSE", "close": "CLAUSE_CLOSE", "comma": "SEPARATOR"}
+    names = {
+        "string": "VARIABLE",
+        "number": "NUMERIC",
+        "bool": "BOOLEAN",
+        "open": "CLAUSE",
+        "close": "CLAUSE_CLOSE",
+        "comma": "SEPARATOR",
+    }
     return "UNKNOWN" if token is None else names.get(token.kind, token.kind.upper())
 
 

@@ -95,4 +95,8 @@ def _holds(condition: str, item: Any) -> bool:
         return bool((value == wanted) is (match.group("operator") == "=="))
     if type(value) is not type(wanted):
         return False
-    return bool({"<": value < wanted, "<=": value <= wanted, ">": value > wanted, ">=": value >= wanted}[match.group("operator")])
+    return bool(
+        {"<": value < wanted, "<=": value <= wanted, ">": value > wanted, ">=": value >= wanted}[
+            match.group("operator")
+        ]
+    )

@@ -43,7 +43,9 @@ def _fail(message: str) -> Any:
 
 
 def _trunc(length: int, text: str) -> str:
-    return text[length:] if length < 0 and len(text) + length > 0 else (text[:length] if 0 <= length < len(text) else text)
+    return (
+        text[length:] if length < 0 and len(text) + length > 0 else (text[:length] if 0 <= length < len(text) else text)
+    )
 
 
 def _abbrev(width: int, text: str) -> str:
@@ -194,10 +196,12 @@ _STRINGS: dict[str, Callable[..., Any]] = {
     "toStrings": _strings,
     "regexMatch": lambda pattern, text: re.search(pattern, text) is not None,
     "regexFind": lambda pattern, text: m.group() if (m := re.search(pattern, text)) else "",
-    "regexFindAll": lambda pattern, text, count: [m.group() for m in re.finditer(pattern, text)][: None if count < 0 else count],
+    "regexFindAll": lambda pattern, text, count: [m.group() for m in re.finditer(pattern, text)][
+        : None if count < 0 else count
+    ],
     "regexReplaceAll": lambda pattern, text, new: re.sub(pattern, _replacement(new), text),
     "regexReplaceAllLiteral": lambda pattern, text, new: re.sub(pattern, lambda _: new, text),
-    "regexSplit": lambda pattern, text, count: re.split(pattern, text, 0 if count < 0 else max(count - 1, 0)),
+    "regexSplit": lambda pattern, text, count: re.split(pattern, text, maxsplit=0 if count < 0 else max(count - 1, 0)),
     "regexQuoteMeta": re.escape,
 }
 
@@ -253,7 +257,9 @@ _COLLECTIONS: dict[str, Callable[..., Any]] = {
     "without": lambda values, *out: [v for v in values if v not in out],
     "has": lambda value, values: value in (values or []),
     "compact": lambda values: [v for v in values if not _empty(v)],
-    "slice": lambda values, *bounds: values[slice(*bounds) if len(bounds) > 1 else slice(bounds[0] if bounds else 0, None)],
+    "slice": lambda values, *bounds: values[
+        slice(*bounds) if len(bounds) > 1 else slice(bounds[0] if bounds else 0, None)
+    ],
     "chunk": lambda size, values: [values[i : i + size] for i in range(0, len(values), size)],
     "dict": _dict,
     "get": lambda inside, key: inside.get(key, ""),
@@ -269,8 +275,13 @@ _COLLECTIONS: dict[str, Callable[..., Any]] = {
     "mergeOverwrite": lambda first, *rest: _merge(rest[-1], *rest[-2::-1], first) if rest else first,
     "dig": _dig,
     "deepEqual": lambda a, b: a == b,
-    "kindOf": lambda value: {bool: "bool", int: "int", float: "float64", str: "string", list: "slice", dict: "map"}.get(type(value), "invalid"),
-    "typeOf": lambda value: {bool: "bool", int: "int", float: "float64", str: "string"}.get(type(value), "<nil>" if value is None else "[]interface {}" if isinstance(value, list) else "map[string]interface {}"),
+    "kindOf": lambda value: {bool: "bool", int: "int", float: "float64", str: "string", list: "slice", dict: "map"}.get(
+        type(value), "invalid"
+    ),
+    "typeOf": lambda value: {bool: "bool", int: "int", float: "float64", str: "string"}.get(
+        type(value),
+        "<nil>" if value is None else "[]interface {}" if isinstance(value, list) else "map[string]interface {}",
+    ),
 }
 
 _ENCODINGS: dict[str, Callable[..., Any]] = {

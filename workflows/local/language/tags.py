@@ -38,7 +38,8 @@ class TagError(ValueError):
 @lru_cache(maxsize=65536)
 def split(text: str) -> tuple[str, ...]:
     """Text and tags in turn: the even elements are text, the odd ones what stood between ``{{`` and ``}}``."""
-    parts, position = [], 0
+    parts: list[str] = []
+    position = 0
     while True:
         start = text.find("{{", position)
         end = text.find("}}", start + 2) if start >= 0 else -1

@@ -76,7 +76,11 @@ def number_text(value: int | float) -> str:
     if value == 0 or 1e-6 <= abs(value) < 1e21:
         return _plain(value)
     mantissa, _, exponent = repr(value).partition("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent):+03d}" if abs(value) < 1 else f"{mantissa.removesuffix('.0')}e+{int(exponent)}"
+    return (
+        f"{mantissa.removesuffix('.0')}e{int(exponent):+03d}"
+        if abs(value) < 1
+        else f"{mantissa.removesuffix('.0')}e+{int(exponent)}"
+    )
 
 
 def _plain(value: float) -> str:
@@ -118,7 +122,9 @@ def go_float(value: float) -> str:
         return "NaN"
     if value != 0 and (abs(value) < 1e-4 or abs(value) >= 1e21):
         digits, _, exponent = f"{value:e}".partition("e")
-        digits = repr(value).partition("e")[0].removesuffix(".0") if "e" in repr(value) else digits.rstrip("0").rstrip(".")
+        digits = (
+            repr(value).partition("e")[0].removesuffix(".0") if "e" in repr(value) else digits.rstrip("0").rstrip(".")
+        )
         return f"{digits}e{int(exponent):+03d}"
     return _plain(value)
 
@@ -130,7 +136,9 @@ def go_quote(text: str) -> str:
         if character in '"\\':
             out.append("\\" + character)
         elif character in "\a\b\f\n\r\t\v":
-            out.append({"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"}[character])
+            out.append(
+                {"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"}[character]
+            )
         elif character.isprintable():
             out.append(character)
         elif ord(character) < 0x80:

@@ -14,7 +14,8 @@ from typing import Any
 
 from trainer.errors import DefectError, UnavailableError
 
-_PROGRAM = Path(__file__).with_name("subreaper.py")
+_PROGRAM = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from pods.subreaper import main; main()"
+"""Last on the path, and without the packages around it: what a program imports that is forked a thousand times counts."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Launcher:
         ours, theirs = socket.socketpair()
         handles = [theirs.fileno(), *keep_open]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, handles)],
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, handles)],
             pass_fds=handles,
             stdin=subprocess.DEVNULL,
             close_fds=True,

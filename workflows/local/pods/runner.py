@@ -41,7 +41,9 @@ class _Task:
 class Runner:
     """The pods of one workflow on this machine."""
 
-    def __init__(self, launcher: Launcher, places: sandbox.Places, volumes: list[Raw], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, launcher: Launcher, places: sandbox.Places, volumes: list[Raw], environment: Mapping[str, str]
+    ) -> None:
         self.launcher = launcher
         self.places = places
         self.volumes = volumes
@@ -85,7 +87,12 @@ class Runner:
         home = self.places.node(node.id)
         try:
             surroundings = sandbox.build(
-                node, request.template, self.volumes, self.places, self.environment, namespaces=not self.launcher.namespaces_refused
+                node,
+                request.template,
+                self.volumes,
+                self.places,
+                self.environment,
+                namespaces=not self.launcher.namespaces_refused,
             )
         except (TemplateError, OSError) as error:
             self.operator.ended(node, "Error", str(error), Outputs())
@@ -134,7 +141,9 @@ class Runner:
         assert self.operator is not None
         request, now = task.request, time.time()
         if request.active_seconds is not None:
-            heapq.heappush(self._deadlines, (now + request.active_seconds, next(self._counter), request.node.id, "active"))
+            heapq.heappush(
+                self._deadlines, (now + request.active_seconds, next(self._counter), request.node.id, "active")
+            )
         if request.deadline:
             heapq.heappush(self._deadlines, (request.deadline, next(self._counter), request.node.id, "deadline"))
         if not self.stopping:
@@ -180,7 +189,10 @@ class Runner:
         except OSError:
             return False
         n, _, m = line.partition("/")
-        if not (n.isdigit() and m.isdigit() and 0 <= int(n) <= int(m) and int(m) > 0) or task.request.node.progress == line:
+        if (
+            not (n.isdigit() and m.isdigit() and 0 <= int(n) <= int(m) and int(m) > 0)
+            or task.request.node.progress == line
+        ):
             return False
         task.request.node.progress = line
         return True

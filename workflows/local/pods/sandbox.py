@@ -49,13 +49,19 @@ class Sandbox:
     view: dict[str, Any] | None
 
 
-def build(node: Node, template: Raw, volumes: list[Raw], places: Places, environment: Mapping[str, str], *, namespaces: bool) -> Sandbox:
+def build(
+    node: Node, template: Raw, volumes: list[Raw], places: Places, environment: Mapping[str, str], *, namespaces: bool
+) -> Sandbox:
     """The surroundings for the pod of ``node``; makes its directories. ``TemplateError`` for what cannot be had here."""
     home = places.node(node.id)
     (home / "tmp").mkdir(parents=True, exist_ok=True)
     container: Raw = template.get("container") or template.get("script") or {}
     binds = _binds(node, template, container, volumes, places)
-    outputs = [p["valueFrom"]["path"] for p in (template.get("outputs") or {}).get("parameters") or () if (p.get("valueFrom") or {}).get("path")]
+    outputs = [
+        p["valueFrom"]["path"]
+        for p in (template.get("outputs") or {}).get("parameters") or ()
+        if (p.get("valueFrom") or {}).get("path")
+    ]
     env = _environment(node, container, home, environment, namespaces=namespaces)
     command = _command(container, template, home, env)
     directory = container.get("workingDir") or ("/tmp" if namespaces else str(home / "tmp"))
@@ -65,7 +71,7 @@ def build(node: Node, template: Raw, volumes: list[Raw], places: Places, environ
             "stage": str(home / "view"),
             "keep": _keep(home, command, env),
             "binds": binds,
-            "private": _private(outputs, binds) + ([directory] if not os.path.isdir(directory) else []),
+            "private": _private(outputs, binds) + ([directory] if not Path(directory).is_dir() else []),
         }
     else:
         view = None
@@ -119,16 +125,28 @@ def _private(outputs: list[str], binds: list[list[Any]]) -> list[str]:
     """Directories of outputs outside of /tmp and the volumes: what a task leaves there must not meet another's."""
     found: list[str] = []
     for path in outputs:
-        directory = os.path.dirname(path) or "/"
+        directory = str(Path(path).parent)
         taken = _is_under(path, "/tmp") or any(_is_under(path, target) for _, target, _ in binds)
-        if not taken and directory not in found and (not os.path.isdir(directory) or len(os.listdir(directory)) <= 64):
+        if (
+            not taken
+            and directory not in found
+            and (not Path(directory).is_dir() or len(list(Path(directory).iterdir())) <= 64)
+        ):
             found.append(directory)
     return found
 
 
 def _keep(home: Path, command: list[str], environment: Mapping[str, str]) -> list[str]:
     """Paths under /tmp that a task sees all the same: this program, its state, and files that its arguments name."""
-    wanted = [str(home), str(PROJECT), sys.prefix, sys.base_prefix, os.getcwd(), *sys.path, environment.get("HOME", "")]
+    wanted = [
+        str(home),
+        str(PROJECT),
+        sys.prefix,
+        sys.base_prefix,
+        str(Path.cwd()),
+        *sys.path,
+        environment.get("HOME", ""),
+    ]
     for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"):
         wanted += environment.get(name, "").split(os.pathsep)
     for argument in command:
@@ -136,10 +154,12 @@ def _keep(home: Path, command: list[str], environment: Mapping[str, str]) -> lis
         if match:
             wanted.append(match.group(1))
     real = {os.path.normpath(path) for path in wanted if path}
-    return sorted(path for path in real if path.startswith("/tmp/") and os.path.exists(path))
+    return sorted(path for path in real if path.startswith("/tmp/") and Path(path).exists())
 
 
-def _environment(node: Node, container: Raw, home: Path, inherited: Mapping[str, str], *, namespaces: bool) -> dict[str, str]:
+def _environment(
+    node: Node, container: Raw, home: Path, inherited: Mapping[str, str], *, namespaces: bool
+) -> dict[str, str]:
     env = dict(inherited)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH") or os.defpath])
     env["TMPDIR"] = "/tmp" if namespaces else str(home / "tmp")
@@ -181,8 +201,14 @@ def expand_variables(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _command(container: Raw, template: Raw, home: Path, env: Mapping[str, str]) -> list[str]:
-    own = {str(raw.get("name")): env[str(raw.get("name"))] for raw in container.get("env") or () if str(raw.get("name")) in env}
-    words = [expand_variables(word, own) for word in [*(container.get("command") or ()), *(container.get("args") or ())]]
+    own = {
+        str(raw.get("name")): env[str(raw.get("name"))]
+        for raw in container.get("env") or ()
+        if str(raw.get("name")) in env
+    }
+    words = [
+        expand_variables(word, own) for word in [*(container.get("command") or ()), *(container.get("args") or ())]
+    ]
     if template.get("script") is not None and container.get("source"):
         script = home / "script"
         script.write_text(container["source"], encoding="utf-8")

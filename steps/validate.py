@@ -43,6 +43,8 @@ LOAD_BYTES = 1 << 30
 HELD_OUT_FLOPS = 2e13
 """Work of a forward pass over held-out samples: all of them for a small model, one for a large one."""
 HELD_OUT_SAMPLES = 64
+FORWARD_TOKENS = 8192
+"""Tokens of one forward pass: the logits of a large vocabulary take half a megabyte each."""
 
 
 class Invalid(Exception):
@@ -353,10 +355,11 @@ def held_out_loss(dataset: TokenDataset, model: Any, config: ModelConfig) -> flo
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     total = 0.0
+    at_once = max(1, FORWARD_TOKENS // dataset.sequence_length)
     with torch.inference_mode():
-        for index in samples:
-            tokens_BT = dataset.batch([index]).to(device)
-            total += float(token_loss(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]))
+        for start in range(0, len(samples), at_once):
+            tokens_BT = dataset.batch(samples[start : start + at_once]).to(device)
+            total += float(token_loss(model(tokens_BT[:, :-1]), tokens_BT[:, 1:])) * len(tokens_BT)
     loss = total / len(samples)
     if not torch.isfinite(torch.tensor(loss)):
         raise Invalid(f"the loss of the model on held-out data is {loss}")

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pydantic import JsonValue
 
+from trainer.config import RunConfig
 from trainer.events import Event
+from trainer.paths import RunPaths
+from trainer.records import RunRecord
 
 EPOCH = 1_700_000_000.0
 LOAD_PHASES = (("process_group_ready", 0.3), ("model_ready", 0.2), ("loaded", 0.4))
@@ -212,3 +216,20 @@ class SimulatedRun:
         self.workflow = f"run-{self.attempt + 1}"
         self.launch()
         self.begin(self.done, "startup")
+
+
+def write_run(run: SimulatedRun, root: Path, config: RunConfig, **record: object) -> RunPaths:
+    """Leave the records of ``run`` on disk, an event file per process, as a real run would."""
+    paths = RunPaths(root, config.run_id)
+    paths.events.mkdir(parents=True)
+    files: dict[str, list[str]] = defaultdict(list)
+    for event in run.events:
+        files[f"{event.host}-{event.role}-{event.pid}-1.jsonl"].append(event.model_dump_json() + "\n")
+    for name, lines in files.items():
+        (paths.events / name).write_text("".join(lines))
+    values: dict[str, object] = {
+        "config": config, "config_digest": "c" * 64, "dataset": str(root / "datasets" / "none"), "dataset_digest": "d" * 64,
+        "versions": {"torch": "2.13.0"}, "hardware": {"cpus": 2}, "created": EPOCH,
+    }  # fmt: skip
+    RunRecord.model_validate(values | record).write(paths.record)
+    return paths

@@ -94,12 +94,17 @@ class Rank:
 
     def save(self, step: int, *, last: bool = False, stopping: bool = False, spoil: bool = False) -> float:
         """What the loop does after a step; returns the seconds that it waited."""
-        busy = self.control.sum(float(self.tiers.busy()))[0] > 0
+        busy = self.control.sum(float(self.tiers.busy(step)))[0] > 0
         began = time.monotonic()
         self.tiers.after_step(Completed(step, busy, last, stopping))
         if spoil:
             self.spoil()
         return time.monotonic() - began
+
+    def half_a_save(self, step: int, ranks: list[int]) -> None:
+        """Only these ranks come to save: the others were thrown out of the step by a restart."""
+        if self.control.rank in ranks:
+            self.tiers.after_step(Completed(step, busy=False, last=False, stopping=False))
 
     def train(self, first: int, last: int, pause: float = 0.0) -> int:
         """Steps in a row, each with its own values, saved as the configuration says."""
@@ -113,7 +118,7 @@ class Rank:
     def settle(self, seconds: float = 30.0) -> bool:
         """Poll as the loop does until no save is in flight on this rank; whether that came in time."""
         deadline = time.monotonic() + seconds
-        while self.tiers.busy():
+        while self.tiers.busy(0):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)

@@ -44,6 +44,8 @@ class ForkServerProcess:
 
     process: subprocess.Popen[bytes]
     socket: str
+    worlds: int = 0
+    """Worlds that are open."""
 
     @classmethod
     def start(cls, folder: Path) -> ForkServerProcess:
@@ -114,6 +116,7 @@ class World:
     members: list[Member] = field(default_factory=list)
 
     def start(self, size: int, *, width: int, attempt: int = 1, cycle: int = 0) -> None:
+        self.forks.worlds += 1
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
@@ -167,7 +170,8 @@ class World:
         return found[0]
 
     def workers(self) -> list[psutil.Process]:
-        return [psutil.Process(member.pid) for member in self.members if psutil.pid_exists(member.pid)]
+        pids = {member.pid for member in self.members}
+        return [child for child in self.forks.children() if child.pid in pids]
 
     def writers(self) -> list[psutil.Process]:
         """The writer processes: what the fork server has forked besides the ranks."""
@@ -180,7 +184,10 @@ class World:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
             member.channel.close()
-        wait_until(lambda: not self.forks.children(), "the ranks and writers of a world are gone")
+        wait_until(lambda: not self.workers(), "the ranks of a world are gone")
+        self.forks.worlds -= 1
+        if not self.forks.worlds:
+            wait_until(lambda: not self.forks.children(), "the writers of a world are gone with their ranks")
         for member in self.members:
             member.server.close()
         self.members = []
@@ -199,7 +206,7 @@ class Run:
     def make(cls, forks: ForkServerProcess, root: Path, *, width: int = 32, **values: object) -> Run:
         chosen: dict[str, object] = {
             "run_id": "drill", "root": root, "snapshot_root": root / "memory", "gpus_per_node": 1, "checkpoint_interval_steps": 1,
-            "max_steps": 1000, "save_timeout_seconds": 20, "heartbeat_timeout_seconds": 10,
+            "snapshot_interval_steps": 0, "max_steps": 1000, "save_timeout_seconds": 20, "heartbeat_timeout_seconds": 10,
         }  # fmt: skip
         config = build(chosen | values)
         paths = RunPaths(root, config.run_id)
@@ -232,9 +239,9 @@ class Run:
         return sorted(int(path.name.removeprefix("step-")) for path in self.paths.checkpoints.glob("step-*"))
 
 
-def wait_until(holds: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = DEADLINE, pause: float = 0.005) -> None:
     """Return once it holds; ``AssertionError`` naming it when it does not in time."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"in {seconds:g} s it did not happen that {what}"
-        time.sleep(0.005)
+        time.sleep(pause)

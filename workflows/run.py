@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +69,18 @@ def usage() -> str:
 
 def console() -> None:
     """The entry of the installed script."""
-    exit_with(main)
+    exit_with(_until_nobody_reads)
+
+
+def _until_nobody_reads() -> int:
+    """``main``, ended quietly once its output is closed, as by ``run.py logs RUN | head``."""
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def check(config: RunConfig, placement: dict[str, str]) -> None:
         raise ConfigurationError("--node-memory-gib and --node-shm-gib are whole numbers of GiB") from None
     pod = cluster.Placement(image=placement["image"], cpus=placement["node-cpus"], memory_gib=memory, shm_gib=shm)
     cluster.check(config, pod)
-    if cluster.PROFILES[config.profile].gpus or config.snapshot_interval_steps:
+    if config.model != "tiny":  # which fits anywhere
         with warnings.catch_warnings(action="ignore"):  # of torch's import, which counting parameters needs
             shape = cluster.shape_of(config.model)
         cluster.check(config, pod, shape)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from trainer.config import RunConfig
+from trainer.paths import RunPaths
+from trainer.records import RunRecord
 from workflows.run import COMMANDS
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -97,6 +101,58 @@ def test_compile_check_shows_what_differs_and_writes_nothing(tmp_path: Path) -> 
     assert "+  onExit: release" in result.stdout
     assert result.stderr.startswith("error: training.yaml differ")
     assert file.read_text() == changed
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A root with a run whose processes have printed something."""
+    config = RunConfig.model_validate({"root": tmp_path, "run_id": "mine"})
+    run = RunPaths(tmp_path, "mine")
+    RunRecord(
+        config=config, config_digest="c", dataset="d", dataset_digest="d", versions={}, hardware={}, created=1.0
+    ).write(run.record)
+    for rank in (0, 1):
+        log = run.logs("train", 1) / f"rank-{rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("".join(f"rank {rank} line {number}\n" for number in range(20_000)))
+    return tmp_path
+
+
+def test_runs_are_listed(trained: Path) -> None:
+    assert json.loads(run("list", "--root", str(trained), "--json").stdout)[0]["run_id"] == "mine"
+    assert "mine" in run("list", "--root", str(trained)).stdout
+
+
+def test_a_run_has_a_status(trained: Path) -> None:
+    status = json.loads(run("status", "mine", "--root", str(trained), "--json").stdout)
+    assert (status["summary"]["run_id"], status["summary"]["max_steps"]) == ("mine", 100)
+    assert "0 of 100" in run("status", "mine", "--root", str(trained)).stdout
+
+
+def test_logs_are_found_by_rank(trained: Path) -> None:
+    one = run(
+        "logs", "mine", "--root", str(trained), "--rank", "1", "--step", "train", "--attempt", "1", "--lines", "2"
+    )
+    assert one.stdout == "rank 1 line 19998\nrank 1 line 19999\n"
+    both = run("logs", "mine", "--root", str(trained), "--lines", "1").stdout.splitlines()
+    assert both[1::2] == ["rank 0 line 19999", "rank 1 line 19999"]
+    assert "no such log" in refused(run("logs", "mine", "--root", str(trained), "--rank", "7"), 64)
+
+
+def test_a_reader_that_leaves_is_no_error(trained: Path) -> None:
+    command = [sys.executable, str(RUN), "logs", "mine", "--root", str(trained)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("command", ["status", "logs"])
+def test_a_run_that_is_not_there_is_named(command: str, tmp_path: Path) -> None:
+    assert "there is no run 'other'" in refused(run(command, "other", "--root", str(tmp_path)), 64)
 
 
 def test_submit_refuses_what_the_profile_cannot_do() -> None:

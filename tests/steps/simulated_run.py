@@ -186,6 +186,15 @@ class SimulatedRun:
         if notice:
             self.emit("fault_detected", rank=0, node=0, layer=layer, message="a peer went away")
 
+    def fault_again(self, kind: str, rank: int, *, after: float, detection: float) -> None:
+        """Another fault ``after`` the detection of one, before training went on."""
+        self.spend("recovery", after)
+        node = rank // self.per_node
+        self.emit("fault_injected", rank=rank, node=node, index=self.index, step=self.done + 1, kind=kind, variant="")
+        self.index += 1
+        self.spend("detection", detection)
+        self.emit("fault_detected", rank=rank, node=node, layer="in_job", message="once more")
+
     def restart(self, layer: str, resume: int, teardown: float = 0.7, *, node: int = 0, tier: str = "durable") -> dict[str, float]:
         """What a layer does from the detection on; returns the true phases."""
         self.spend("recovery", teardown)

@@ -452,7 +452,12 @@ def test_any_run_is_cut_into_exclusive_pieces_that_sum_to_its_wall(data: st.Data
             continue
         rank = data.draw(st.integers(0, run.world - 1), label="rank")
         run.fault(data.draw(KINDS), rank, into=data.draw(st.floats(0.01, 2.0)), detection=data.draw(st.floats(0.0, 9.0)))
+        if chance.random() < 0.2:
+            run.fault_again("exception", chance.randrange(run.world), after=chance.uniform(0.01, 3.0), detection=chance.random())
         resume = data.draw(st.integers(0, run.done), label="resume")
+        for _ in range(chance.choice([0, 0, 0, 1, 2])):  # restarts that come to nothing
+            run.restart(data.draw(st.sampled_from(["in_process", "in_job"])), resume, teardown=chance.random())
+            run.emit("fault_detected", rank=0, layer="in_job", message="address in use")
         run.restart(layer, resume, teardown=data.draw(st.floats(0.0, 9.0)), node=rank // run.per_node)
     run.step()
     found = check(run)

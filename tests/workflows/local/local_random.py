@@ -1,7 +1,7 @@
 """Random small workflows (hypothesis): dag and steps, depends, when, retries with exit codes, failFast, continueOn, loops, hooks.
 
 Every leaf is one `sh -c` that ends with a chosen code, at once. Nothing depends on time, so two runs of the real
-controller agree (those that do not are dropped when outcomes are recorded, see ``record_outcomes``).
+controller agree (those that do not are dropped when outcomes are recorded, see ``record_local_outcomes``).
 """
 
 from __future__ import annotations

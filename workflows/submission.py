@@ -7,7 +7,6 @@ configuration is refused here, before the cluster does anything, and that ``--wa
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -144,7 +143,7 @@ class Server:
                 said = now
                 print(f"{name}: {now}", flush=True)
             if phase in FINAL_PHASES:
-                return exit_code(json.loads(workflow.json(by_alias=True, exclude_none=True)))
+                return exit_code(workflow.model_dump(mode="json", by_alias=True, exclude_none=True))
             time.sleep(POLL_SECONDS)
         raise UnavailableError(f"{name} has not ended after {seconds:.0f} s; it goes on: {self.link(name)}")
 

@@ -44,7 +44,9 @@ class TokenDataset:
         try:
             self.manifest = DatasetManifest.read(directory / MANIFEST)
         except FileNotFoundError:
-            raise DataError(f"{directory} has no {MANIFEST}: it is not a finished dataset; run the download step again") from None
+            raise DataError(
+                f"{directory} has no {MANIFEST}: it is not a finished dataset; run the download step again"
+            ) from None
         self.sequence_length = sequence_length
         self.directory = directory
         dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
@@ -97,12 +99,16 @@ def _open_shard(directory: Path, record: FileRecord, dtype: np.dtype[np.generic]
     except FileNotFoundError:
         raise DataError(f"{path} is missing; run the download step again") from None
     if size != record.size or size % dtype.itemsize:
-        raise DataError(f"{path} has {size} bytes, its manifest says {record.size}; delete the dataset and download it again")
+        raise DataError(
+            f"{path} has {size} bytes, its manifest says {record.size}; delete the dataset and download it again"
+        )
     if verify:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != record.sha256:
-            raise DataError(f"{path} is not what its manifest says (SHA-256 differs); delete the dataset and download it again")
+            raise DataError(
+                f"{path} is not what its manifest says (SHA-256 differs); delete the dataset and download it again"
+            )
     if size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")
@@ -153,7 +159,9 @@ def rank_batch(ids: Sequence[int], rank: int, world_size: int, micro_batch_size:
     ``micro_batch_size`` samples; fewer, if a world that shrank no longer divides by it.
     """
     if len(ids) % world_size:
-        raise ConfigurationError(f"--global-batch-size {len(ids)} is not divisible by the {world_size} ranks that are left")
+        raise ConfigurationError(
+            f"--global-batch-size {len(ids)} is not divisible by the {world_size} ranks that are left"
+        )
     share = len(ids) // world_size
     size = next(size for size in range(min(micro_batch_size, share), 0, -1) if share % size == 0)
     mine = ids[rank * share : (rank + 1) * share]

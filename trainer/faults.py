@@ -136,7 +136,8 @@ class Injector:
             case "oom", _:
                 exhaust_memory(message)
             case "node", _:
-                snapshots = self._paths.snapshots(self._snapshot_root, environment.read(local_rank=0).node)  # NVRx may have it hidden
+                node = environment.read(local_rank=0).node  # its own may be hidden from NVRx
+                snapshots = self._paths.snapshots(self._snapshot_root, node)
                 lose_node(environment.node_pid(), snapshots)
             case _:
                 raise DefectError(f"there is no fault of kind {fault.kind}")

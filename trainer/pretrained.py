@@ -90,7 +90,9 @@ def _check_hugging_face_config(config: ModelConfig, directory: Path) -> None:
     try:
         theirs = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigurationError(f"--init-from: {path} does not exist; name a directory with Hugging Face weights") from None
+        raise ConfigurationError(
+            f"--init-from: {path} does not exist; name a directory with Hugging Face weights"
+        ) from None
     except ValueError:
         raise DataError(f"--init-from: {path} is damaged; download the weights again") from None
     # Transformers 5 moved theta and scaling into one entry.

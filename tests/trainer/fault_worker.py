@@ -1,7 +1,7 @@
 """A process without a model that walks through steps as the training loop does, for test_faults. Not a test.
 
-    fault_worker.py train CONFIG_JSON    step by step through maybe_fire; prints what it survived, one line each
-    fault_worker.py node CONFIG_JSON     a node: launcher, two workers, a daemon, an orphan, a process that keeps forking
+fault_worker.py train CONFIG_JSON    step by step through maybe_fire; prints what it survived, one line each
+fault_worker.py node CONFIG_JSON     a node: launcher, two workers, a daemon, an orphan, a process that keeps forking
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One rank of a sharded training run, for test_parallel. Not a test. Prints one JSON line of what it saw.
 
-    sharded_worker.py RANK WORLD_SIZE MEETING_FILE WEIGHTS_DIRECTORY
+sharded_worker.py RANK WORLD_SIZE MEETING_FILE WEIGHTS_DIRECTORY
 """
 
 from __future__ import annotations

@@ -100,7 +100,9 @@ def test_the_order_of_a_run_never_changes_between_versions() -> None:
     seed=SEEDS,
     step=st.integers(1, 10**6),
 )
-def test_the_ranks_together_have_the_batch_at_any_world_size(worlds: list[int], micro: int, seed: int, step: int) -> None:
+def test_the_ranks_together_have_the_batch_at_any_world_size(
+    worlds: list[int], micro: int, seed: int, step: int
+) -> None:
     ids = sample_ids(seed, step, 24, 977)
     for world in worlds:
         shares = [rank_batch(ids, rank, world, micro) for rank in range(world)]
@@ -155,7 +157,9 @@ def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
 def test_a_sequence_longer_than_the_dataset_is_refused(tmp_path: Path) -> None:
     directory = write_dataset(tmp_path, [[1] * 10, [2] * 6])
     assert TokenDataset(directory, 15).samples == 1
-    with pytest.raises(ConfigurationError, match=r"--sequence-length 16 is longer than the dataset: .* has 16 tokens") as refusal:
+    with pytest.raises(
+        ConfigurationError, match=r"--sequence-length 16 is longer than the dataset: .* has 16 tokens"
+    ) as refusal:
         TokenDataset(directory, 16)
     assert refusal.value.exit_code == ExitCode.CONFIGURATION
 

@@ -87,9 +87,7 @@ def test_logits_and_gradients_equal_hugging_faces(case: str, layout: str, tmp_pa
 
     token_loss(logits_BLV[:, :-1], tokens_BL[:, 1:]).backward()
     theirs(tokens_BL, labels=tokens_BL).loss.backward()
-    torch.testing.assert_close(
-        ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad, atol=1e-5, rtol=1e-3
-    )
+    torch.testing.assert_close(ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad, atol=1e-5, rtol=1e-3)
     torch.testing.assert_close(
         ours.blocks[0].attention.key.weight.grad,
         theirs.model.layers[0].self_attn.k_proj.weight.grad,

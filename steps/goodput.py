@@ -26,7 +26,15 @@ from typing import Literal
 
 from steps.history import Fact, Stall, World, aligned, worlds
 from steps.incidents import Gap, Incident, fault_report, gaps, incidents_of, restarts
-from steps.ledger import DURABLE, SNAPSHOT, committed_steps_lost, continuity, tier_report, trained_samples, whole_commits
+from steps.ledger import (
+    DURABLE,
+    SNAPSHOT,
+    committed_steps_lost,
+    continuity,
+    tier_report,
+    trained_samples,
+    whole_commits,
+)
 from trainer.events import Event
 from trainer.records import (
     Breakdown,
@@ -205,9 +213,9 @@ def standing_executions(executed: Sequence[World]) -> dict[int, World]:
 
 
 def replayed_steps(executed: Sequence[World]) -> int:
-    """Executions that were rolled back, the interrupted ones included."""
-    bounds = standing_bounds(executed)
-    return sum(w.completed - max(b, w.resumed) + w.interrupted for w, b in zip(executed, bounds, strict=True))
+    """Executions that were rolled back, the interrupted ones included (of the last world none is known to be)."""
+    rolled_back = sum(w.completed - max(b, w.resumed) for w, b in zip(executed, standing_bounds(executed), strict=True))
+    return rolled_back + sum(world.interrupted for world in executed[:-1])
 
 
 def _cut_up(
@@ -227,7 +235,8 @@ def _cut_up(
     for number, gap in enumerate(gaps(executed, *wall)):
         if gap.before is not None:
             _steps(tape, gap.before, bounds[number - 1])
-        here = [fact for fact in notable if since < fact.at <= gap.end]
+        # What ended a run is noticed after its last step, and so after its wall time.
+        here = [fact for fact in notable if since < fact.at and (fact.at <= gap.end or gap.after is None)]
         own = incidents_of(gap, here, found, pace, expected.ranks_per_node)
         _gap(tape, gap, own, expected.max_steps)
         incidents += own
@@ -257,6 +266,8 @@ def _gap(tape: Tape, gap: Gap, incidents: Sequence[Incident], max_steps: int) ->
     before = gap.before
     if before is None:
         tape.until(first, "startup")
+    elif before.interrupted and gap.after is None and not incidents:
+        tape.until(first, "other")  # a step that is going on, as far as some ranks have told
     elif before.interrupted and not (incidents and incidents[0].kind == "stop"):
         tape.until(first, "replay", before.completed + 1, [s for s in before.stalls if s.end > gap.start and s.start < first])
     else:

@@ -3,7 +3,8 @@
 1. ``aligned`` puts all events on one clock. Within a boot of a host the order is the monotonic clock's, and a time is
    ``monotonic + offset``, the offset being the boot's median of ``time - monotonic``: a wall clock that jumps does not
    move a fact. Between hosts, what is left of their clocks' difference shows at the ends of steps, which collectives make
-   all ranks reach together: the median difference to the reference host is taken out.
+   all ranks reach together: the median difference to the reference host is taken out. A host without ranks (that of the
+   supervisor, on a cluster) is taken at its word.
 2. ``incarnations`` groups a worker's events: one process, one in-process entry.
 3. ``worlds`` puts together the incarnations that trained together: a world ends where a rank begins anew. A world holds
    which steps it started, which all of its ranks ended and when, what it resumed from, and what it waited for.

@@ -194,10 +194,10 @@ def _work_end(world: World, facts: Sequence[Fact], start: float, end: float) -> 
 def _inferred(gap: Gap, facts: Sequence[Fact], worlds: Sequence[World], pace: float) -> Incident | None:
     """The incident of a gap in which no fault was injected; None where nothing went wrong."""
     before = gap.before
-    signs = [f for f in facts if gap.start <= f.at <= gap.end and _notices(f)]
-    stops = [f for f in facts if f.name == "stop_requested" and f.at <= gap.end]
-    if gap.after is None and (before is None or not before.interrupted):
-        return None
+    signs = [f for f in facts if gap.start <= f.at and _notices(f)]
+    stops = [f for f in facts if f.name == "stop_requested"]
+    if gap.after is None and (before is None or not before.interrupted or not signs):
+        return None  # it has ended in good order, or still goes on
     if before is None and not any(world.began < gap.end and not world.executed for world in worlds):
         return None
     step = before.completed + 1 if before is not None else -1
@@ -207,7 +207,7 @@ def _inferred(gap: Gap, facts: Sequence[Fact], worlds: Sequence[World], pace: fl
         return Incident("stop", at, at, gap.end, step, message=f"asked to stop: {reason}")
     detected = gap.start
     if signs:
-        detected = signs[0].at
+        detected = min(signs[0].at, gap.end)
     elif before is not None:
         detected = min(before.last_seen, gap.end)
     at = detected if before is None else min(max(gap.start, detected), gap.start + pace)

@@ -208,8 +208,11 @@ def _environment() -> jinja2.Environment:
 
 def headline(report: RunReport) -> str:
     """The verdict in one sentence."""
-    count, wall = len(report.faults), figures.seconds(report.wall_seconds)
+    wall = figures.seconds(report.wall_seconds)
+    stops = sum(fault.kind == "stop" for fault in report.faults)
+    count = len(report.faults) - stops
     faults = "no fault" if not count else f"{count} fault{'s' if count > 1 else ''}"
+    faults += f" and {stops} stop{'s' if stops > 1 else ''} by the infrastructure" if stops else ""
     if not report.complete:
         done = f"{report.steps_completed} of {report.config.max_steps} steps are done after {faults} and {wall}"
         return f"Run {report.run_id} is not complete: {done}. {report.incomplete_reason[:1].upper()}{report.incomplete_reason[1:]}."
@@ -219,7 +222,7 @@ def headline(report: RunReport) -> str:
         if not report.committed_steps_lost
         else f"{report.committed_steps_lost} committed steps had to be run again"
     )
-    through = f"survived {faults}" if count else "met no fault"
+    through = f"survived {faults}" if count or stops else "met no fault"
     return (
         f"Run {report.run_id} {through} and finished {report.steps_completed} steps in {wall}: "
         f"{figures.percent(goodput)} of the time was productive, and {kept}."

@@ -260,6 +260,25 @@ def test_a_run_that_ends_in_a_fault_is_counted_as_far_as_it_got() -> None:
     assert [fault.recovered_by for fault in found.faults] == ["none"]
 
 
+def test_what_ended_a_run_is_told_though_nobody_injected_it() -> None:
+    run = started()
+    run.step()
+    run.fault("real", into=0.5, detection=0.3)
+    run.events = [event for event in run.events if event.event != "fault_injected"]
+    (fault,) = analyse(run.events, EXPECTED).faults
+    assert (fault.step, fault.recovered_by, fault.message) == (2, "none", "a peer went away")
+
+
+def test_a_run_in_the_middle_of_a_step_has_no_fault() -> None:
+    """What ``status`` sees of a healthy run: some ranks have begun a step, some have ended it."""
+    run = started()
+    for _ in range(4):
+        run.step()
+    for cut in range(1, 6):
+        found = analyse(run.events[:-cut], EXPECTED)
+        assert found.faults == () and found.steps_completed == 3 and found.replayed_steps == 0
+
+
 @pytest.mark.parametrize("events", [0, 1, 2, 5])
 def test_a_run_that_never_began_a_step(events: int) -> None:
     run = started()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tier_world import ForkServerProcess, Run
+from whole_run import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,16 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServerProces
 def make_run(forks: ForkServerProcess, tmp_path: Path) -> Callable[..., Run]:
     """Makes the run of this test; its arguments are those of ``Run.make``."""
     return lambda root=tmp_path, **values: Run.make(forks, root, **values)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """The dataset of all whole runs."""
+    return Trainer.prepare(tmp_path_factory.mktemp("dataset"))
+
+
+@pytest.fixture
+def trainer(prepared: Trainer) -> Iterator[Trainer]:
+    """Starts whole runs; at the end of the test none of them is left."""
+    yield prepared
+    prepared.end()

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer import environment
-from trainer.checkpointing import Completed, Tiers, TrainingState
+from trainer.checkpointing import Completed, SnapshotTier, Tiers, TrainingState
 from trainer.errors import PipelineError, code_of
 from trainer.events import EventLog
 from trainer.loop import Session, build_tiers
@@ -105,6 +105,25 @@ class Rank:
         """Only these ranks come to save: the others were thrown out of the step by a restart."""
         if self.control.rank in ranks:
             self.tiers.after_step(Completed(step, busy=False, last=False, stopping=False))
+
+    def save_alone(self, step: int, ranks: list[int]) -> None:
+        """Only these ranks come to take their snapshot of a step that all have agreed on."""
+        self.control.sum(float(self.tiers.busy(step)))
+        if self.control.rank in ranks:
+            self.tiers.after_step(Completed(step, busy=False, last=False, stopping=False))
+
+    def join(self) -> None:
+        """Wait until the newest snapshot is sealed."""
+        for tier in self.tiers._tiers.values():
+            if isinstance(tier, SnapshotTier):
+                tier.finish()
+
+    def train_on(self, first: int, last: int) -> None:
+        """Like ``train``, but slowly enough that no save is skipped, and nobody knows that it ends."""
+        for step in range(first, last + 1):
+            self.fill(step)
+            self.save(step)
+            self.settle()
 
     def train(self, first: int, last: int, pause: float = 0.0) -> int:
         """Steps in a row, each with its own values, saved as the configuration says."""

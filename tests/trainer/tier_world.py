@@ -43,7 +43,7 @@ class ForkServerProcess:
     """A fork server with the imports of training and of ``tier_worker``'s folder."""
 
     process: subprocess.Popen[bytes]
-    socket: str
+    address: str
     worlds: int = 0
     """Worlds that are open."""
 
@@ -63,7 +63,7 @@ class ForkServerProcess:
         deadline = time.monotonic() + 3 * DEADLINE
         while True:
             try:
-                connection.connect(self.socket)
+                connection.connect(self.address)
                 return connection
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > deadline:
@@ -125,7 +125,7 @@ class World:
             variables = environment.mapping() | {
                 environment.RUN_DIRECTORY: str(self.run.paths.run), environment.ATTEMPT: str(attempt),
                 environment.NODE: "0", environment.POD: "0", environment.NODE_PID: str(os.getpid()),
-                environment.FORK_SERVER: self.forks.socket, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                environment.FORK_SERVER: self.forks.address, "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "localhost",
                 "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(cycle), "OMP_NUM_THREADS": "1",
             }  # fmt: skip
@@ -203,7 +203,9 @@ class Run:
     width: int = 32
 
     @classmethod
-    def make(cls, forks: ForkServerProcess, root: Path, *, width: int = 32, **values: object) -> Run:
+    def make(
+        cls, forks: ForkServerProcess, root: Path, *, width: int = 32, created: float = 1.0, **values: object
+    ) -> Run:
         chosen: dict[str, object] = {
             "run_id": "drill", "root": root, "snapshot_root": root / "memory", "gpus_per_node": 1, "checkpoint_interval_steps": 1,
             "snapshot_interval_steps": 0, "max_steps": 1000, "save_timeout_seconds": 20, "heartbeat_timeout_seconds": 10,
@@ -212,7 +214,7 @@ class Run:
         paths = RunPaths(root, config.run_id)
         (root / "memory").mkdir(parents=True, exist_ok=True)
         record = RunRecord(
-            config=config, config_digest=config.digest("data"), dataset="", dataset_digest="data", versions={}, hardware={}, created=0.0
+            config=config, config_digest=config.digest("data"), dataset="", dataset_digest="data", versions={}, hardware={}, created=created
         )  # fmt: skip
         record.write(paths.record)
         run = cls(paths, config, forks, width)

@@ -21,6 +21,13 @@ Train = Callable[[int], int]
 """The training function: takes the in-process iteration (0 at first), returns the last step."""
 
 
+SHORTEST_STEP = 1.0
+"""The least ``heartbeat_timeout_seconds``: some looks of each watchdog must fit."""
+
+SHORTEST_STARTUP = 10.0
+"""The in-process monitor waits so long for a sign of life of a process, and less than for the others at its barrier."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How long each phase may take, seconds. A slow save, load or compile must never be taken for a hang."""
@@ -57,10 +64,15 @@ class Limits:
         A watchdog that is shorter than what it watches kills healthy ranks; a collective that gives up before the
         watchdogs hides from them who was stuck.
         """
-        if self.step >= self.startup:
+        if self.step < SHORTEST_STEP:
             raise ConfigurationError(
-                f"heartbeat_timeout_seconds {self.step:g} is not below startup_timeout_seconds {self.startup:g}: "
-                "a rank that is still starting would be taken for hung; raise the second"
+                f"heartbeat_timeout_seconds {self.step:g} is below {SHORTEST_STEP:g}: "
+                "the watchdogs look a few times a second, and would take healthy ranks for hung; raise it"
+            )
+        if max(self.hard, SHORTEST_STARTUP) >= self.startup:
+            raise ConfigurationError(
+                f"startup_timeout_seconds {self.startup:g} is not above heartbeat_timeout_seconds {self.step:g} + 1 and "
+                f"{SHORTEST_STARTUP:g}: a rank that is still starting would be taken for hung; raise the first"
             )
         if self.save < self.step:
             raise ConfigurationError(

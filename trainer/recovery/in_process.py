@@ -26,7 +26,7 @@ from trainer import environment
 from trainer.config import RunConfig
 from trainer.errors import PipelineError
 from trainer.events import EventLog
-from trainer.recovery.base import Train, Watch
+from trainer.recovery.base import SHORTEST_STARTUP, Train, Watch
 from trainer.rendezvous import Meeting
 
 INTERVAL = timedelta(seconds=0.1)
@@ -103,7 +103,7 @@ class InProcess:
             progress_watchdog_interval=INTERVAL * 2,
             soft_timeout=timedelta(seconds=limits.soft),
             hard_timeout=timedelta(seconds=limits.hard),
-            heartbeat_timeout=timedelta(seconds=max(10.0, limits.hard)),
+            heartbeat_timeout=timedelta(seconds=max(SHORTEST_STARTUP, limits.hard)),
             barrier_timeout=timedelta(seconds=limits.startup),
             completion_timeout=timedelta(seconds=limits.startup),
             last_call_wait=INTERVAL,

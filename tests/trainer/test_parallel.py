@@ -16,7 +16,7 @@ from trainer.model import PRESETS, build, init_weights
 from trainer.parallel import apply_compile, forward_backward
 
 WORKER = Path(__file__).with_name("sharded_worker.py")
-pytestmark = pytest.mark.timeout(600)  # five processes import torch before the first test
+pytestmark = pytest.mark.timeout(900)  # five processes import torch before the first test
 BOTH = pytest.mark.parametrize("shape", ["untied", "tied"])
 
 
@@ -31,7 +31,7 @@ def launch(world_size: int, meeting: Path, weights: Path) -> list[dict[str, Any]
         for rank in range(world_size)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

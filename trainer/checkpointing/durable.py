@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ class WriterSlot:
     def __init__(self, deadline: float) -> None:
         self.queue = ForkedQueue(deadline)
         self.staging: AnonymousBuffer | None = None
+        self._warming: threading.Thread | None = None
         self.in_flight: Job | None = None
         self.starting = False
         """Between the description of a save and its start: where a restart's exception leaves neither done nor undone."""
@@ -58,11 +60,25 @@ class WriterSlot:
         self.step = -1
         self.started = 0.0
 
+    def warm(self, size: int, *, pin: bool) -> None:
+        """Begin to make the staging buffer in the background: to pin gigabytes takes seconds, which no save should wait
+        for, and neither should a recovery: it is called once training is under way."""
+        if self.staging is None and self._warming is None:
+            self._warming = threading.Thread(target=self._make, args=(size, pin), name="staging", daemon=True)
+            self._warming.start()
+
+    def _make(self, size: int, pin: bool) -> None:
+        self.staging = AnonymousBuffer(size, pin=pin)
+
     def buffer(self, size: int, *, pin: bool) -> AnonymousBuffer:
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
         if self.staging is None or self.staging.buffer.size != size:
             if self.staging is not None:
                 self.staging.close()
-            self.staging = AnonymousBuffer(size, pin=pin)
+            self._make(size, pin)
+        assert self.staging is not None
         return self.staging
 
 
@@ -289,6 +305,8 @@ class DurableTier:
 
     def after_step(self, completed: Completed) -> None:
         config = self._config
+        if self._slot.staging is None:
+            self._slot.warm(layout_of(self._state.tensors())[1], pin=self._pin)
         due = completed.step % config.checkpoint_interval_steps == 0
         forced = completed.last or completed.stopping
         if not (due or forced) or completed.step == self._saved:

@@ -17,6 +17,7 @@ into training that made it, so that parts of one step are put together only if t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -57,11 +58,29 @@ class SnapshotSlot:
     def __init__(self) -> None:
         self.buffers: dict[Path, HostBuffer] = {}
         self.replicator: Replicator | None = None
+        self._warming: threading.Thread | None = None
         self._thread: threading.Thread | None = None
 
+    def warm(self, paths: list[Path], size: int, *, pin: bool) -> None:
+        """Begin to map (and pin) the generations in the background, once training is under way: see ``WriterSlot``."""
+        if self._warming is None:
+            self._warming = threading.Thread(target=self._warm, args=(paths, size, pin), name="warm", daemon=True)
+            self._warming.start()
+
+    def _warm(self, paths: list[Path], size: int, pin: bool) -> None:
+        with contextlib.suppress(OSError):  # no room: the first snapshot says so
+            for path in paths:
+                self._open(path, size, pin)
+
     def open(self, path: Path, size: int, *, pin: bool) -> HostBuffer:
+        """The mapped file at ``path``, made where it is not there. Raises ``OSError`` when there is no room."""
+        if self._warming is not None:
+            self._warming.join()
+        return self._open(path, size, pin)
+
+    def _open(self, path: Path, size: int, pin: bool) -> HostBuffer:
         found = self.buffers.get(path)
-        if found is not None and found.size == size:
+        if found is not None and found.size == size and found.asked_to_pin >= pin:
             return found
         if found is not None:
             found.close()
@@ -213,7 +232,7 @@ class SnapshotTier:
         try:
             if name not in self._whole():
                 path = self._fetch(name)
-            buffer = self._slot.open(path, self._size, pin=self._pin)
+            buffer = self._slot.open(path, self._size, pin=False)  # to pin takes longer than a copy without
             if buffer.checksum() != read_header(path)["crc"]:
                 reason = "its bytes do not have the checksum of its header"
             else:
@@ -240,6 +259,8 @@ class SnapshotTier:
 
     def after_step(self, completed: Completed) -> None:
         """Take a snapshot. On a full /dev/shm the tier is given up, which is recorded; training goes on."""
+        if not self._broken:
+            self._slot.warm([self._path(generation) for generation in range(GENERATIONS)], self._size, pin=self._pin)
         if self._broken or completed.step % self._interval or completed.last or completed.stopping:
             return
         began = time.monotonic()

@@ -209,7 +209,7 @@ def progress_plot(report: RunReport) -> Plot | None:
     wall, top = report.wall_seconds, max(point.step for point in report.losses)
     points = sorted(report.losses, key=lambda point: point.time)
     curves: list[Curve] = []
-    for run in thinned(rising(points, report.faults)):
+    for run in thinned(rising(points, interruptions(report))):
         kind = "lost" if run[0].replay else "line"
         curves.append(Curve(kind, path((point.time / wall, point.step / top) for point in run)))
     commits = [commit for commit in report.commits if commit.tier == "durable" and commit.step <= top]
@@ -222,13 +222,18 @@ def progress_plot(report: RunReport) -> Plot | None:
     return Plot(tuple(curves), dots, lines, time_ticks(report), y_ticks)
 
 
-def rising(points: Sequence[LossPoint], faults: Sequence[FaultReport]) -> list[list[LossPoint]]:
-    """Executions in the order of time, cut where a fault lies between and where they were rolled back from on."""
-    times = sorted(fault.elapsed for fault in faults)
+def interruptions(report: RunReport) -> list[float]:
+    """When training was interrupted, by a fault or a stop, in seconds of the run."""
+    idle = [piece.start for piece in report.timeline if piece.category in ("startup", "detection", "recovery")]
+    return sorted([*idle, *(fault.elapsed for fault in report.faults)])
+
+
+def rising(points: Sequence[LossPoint], interrupted: Sequence[float]) -> list[list[LossPoint]]:
+    """Executions in the order of time, cut where training was interrupted and where they were rolled back from on."""
     runs: list[list[LossPoint]] = []
     for point in points:
         last = runs[-1][-1] if runs else None
-        broken = last is None or point.step <= last.step or any(last.time <= at < point.time for at in times)
+        broken = last is None or point.step <= last.step or any(last.time <= at < point.time for at in interrupted)
         if last is None or broken:
             runs.append([point])
         elif point.replay != last.replay:

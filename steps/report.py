@@ -233,13 +233,15 @@ def facts(report: RunReport) -> list[tuple[str, str, str]]:
     """The key figures: name, value, what it means."""
     rate, tiers = report.throughput, report.checkpoints
     cost = report.breakdown_seconds.detection + report.breakdown_seconds.recovery + report.breakdown_seconds.replay
+    stops = sum(fault.kind == "stop" for fault in report.faults)
+    stopped = f"{stops} of them stops by the infrastructure; " if stops else ""
     rows = [
         ("effective goodput", figures.percent(report.effective_goodput), "steps at a bare run's pace, over the wall time"),
         ("training goodput", figures.percent(report.training_goodput), "of the wall time in steps that stood"),
         ("infrastructure goodput", figures.percent(report.infrastructure_goodput), "of the wall time not spent on restarts"),
         ("steps", f"{report.steps_completed:,} / {report.config.max_steps:,}", "completed by all ranks"),
         ("wall time", figures.seconds(report.wall_seconds), "first launch to the last step or commit"),
-        ("faults", str(len(report.faults)), f"cost {figures.seconds(cost)} with what was replayed"),
+        ("faults", str(len(report.faults)), f"{stopped}cost {figures.seconds(cost)} with what was replayed"),
         ("lost steps", f"{report.lost_steps:,}", f"completed and rolled back; {report.committed_steps_lost:,} of them committed"),
         ("checkpoints", f"{tiers.committed:,}", f"the loop waited {figures.seconds(tiers.mean_stall_seconds)} for each"),
         ("tokens/s", figures.number(rate.tokens_per_second), f"while productive; {figures.number(rate.tokens_per_second_per_gpu)} per rank"),

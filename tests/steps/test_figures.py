@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steps import figures
-from trainer.records import FaultReport, LossPoint
+from trainer.records import LossPoint
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,11 @@ def test_a_path_of_one_point_is_a_dot() -> None:
     assert figures.path([(0, 0), (1, 1)]) == "M0.0 1000.0L1000.0 0.0"
 
 
-def fault(elapsed: float) -> FaultReport:
-    return FaultReport(
-        step=3, rank=1, kind="sigkill", injected=True, message="", recovered_by="in_job", time=0.0, elapsed=elapsed,
-        detection_seconds=1.0, recovery_seconds=2.0, phases={}, lost_steps=1,
-    )  # fmt: skip
-
-
-def test_the_line_of_steps_breaks_at_faults_and_changes_where_it_was_rolled_back() -> None:
+def test_the_line_of_steps_breaks_at_interruptions_and_changes_where_it_was_rolled_back() -> None:
     points = [LossPoint(step=s, loss=1.0, time=t, replay=r) for s, t, r in
               ((1, 1.0, False), (2, 2.0, False), (3, 3.0, True), (3, 9.0, False), (4, 10.0, False), (5, 20.0, False))]  # fmt: skip
-    runs = figures.rising(points, [fault(3.5), fault(12.0)])
-    # The rolled back step hangs on to the one before it; the third run begins after the second fault.
+    runs = figures.rising(points, [3.5, 12.0])
+    # The rolled back step hangs on to the one before it; the third run begins after the second interruption.
     assert [[(p.step, p.replay) for p in run] for run in runs] == [
         [(1, False), (2, False)],
         [(2, True), (3, True)],

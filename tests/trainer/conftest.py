@@ -35,3 +35,12 @@ def trainer(prepared: Trainer) -> Iterator[Trainer]:
     """Starts whole runs; at the end of the test none of them is left."""
     yield prepared
     prepared.end()
+
+
+@pytest.fixture(scope="session")
+def clean(prepared: Trainer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The final weights, moments and steps of two ranks that nothing happened to."""
+    root = tmp_path_factory.mktemp("clean")
+    training = prepared.run(root, recovery="none", checkpoint_mode="sync", snapshot_interval_steps=0)
+    training.check_samples()
+    return training.digest()

@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 from whole_run import Trainer, Training
 
-
-@pytest.fixture(scope="module")
-def clean(prepared: Trainer, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The final weights, moments and steps of a run that nothing happened to."""
-    training = prepared.run(
-        tmp_path_factory.mktemp("clean"), recovery="none", checkpoint_mode="sync", snapshot_interval_steps=0
-    )
-    training.check_samples()
-    return training.digest()
+pytestmark = pytest.mark.timeout(1800)
 
 
 def check(training: Training, clean: str, faults: int) -> None:

@@ -1,0 +1,114 @@
+"""The fork server and its stub: a fork is what a program would have been, and ends with whoever asked for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tier_world import REPOSITORY, ForkServerProcess, wait_until
+
+STUB = REPOSITORY / "trainer" / "recovery" / "stub.py"
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(forks: ForkServerProcess) -> Iterator[Start]:
+    """Starts stubs as a launcher does; kills what a failed test leaves."""
+    forks.connect().close()  # it listens
+    started: list[subprocess.Popen[str]] = []
+
+    def run(target: str, *argv: str, **options: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-S", "-E", str(STUB), forks.address, f"fork_target:{target}", *argv]
+        environment = {"PATH": os.environ["PATH"], "LOCAL_RANK": "3", "COLOUR": "green"}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
+        )  # type: ignore[call-overload]
+        started.append(process)
+        return process  # type: ignore[no-any-return]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def worker(path: Path) -> psutil.Process:
+    wait_until(lambda: path.exists() and bool(path.read_text()), "the worker has said its process id", 150)
+    return psutil.Process(int(path.read_text()))
+
+
+@pytest.mark.parametrize(("how", "code"), [("0", 0), ("70", 70), ("raise", 70), ("exit", 1), ("kill", -signal.SIGKILL)])
+def test_the_stub_ends_as_the_worker_ended(start: Start, how: str, code: int) -> None:
+    stub = start("end", how)
+    output, errors = stub.communicate(timeout=150)
+    assert stub.returncode == code, errors
+    assert ("as told" in errors) == (how == "raise") and ("a message" in errors) == (how == "exit")
+    assert output == ""
+
+
+def test_the_worker_has_the_stubs_surroundings_and_nothing_of_the_servers(start: Start, tmp_path: Path) -> None:
+    stub = start("show", "a", "b c", cwd=tmp_path)
+    output, errors = stub.communicate(timeout=150)
+    assert output == f"{tmp_path} green ['a', 'b c'] none\n", errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_tells_the_stubs_end(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    stub = start("idle", str(tmp_path / "pid"))
+    fork = worker(tmp_path / "pid")
+    stub.send_signal(number)
+    assert stub.wait(10) == -number
+    wait_until(lambda: not fork.is_running(), "the worker is gone")
+
+
+def test_a_killed_stub_takes_its_worker_along(start: Start, tmp_path: Path) -> None:
+    stub = start("idle", str(tmp_path / "pid"))
+    fork = worker(tmp_path / "pid")
+    began = time.monotonic()
+    stub.kill()
+    wait_until(lambda: not fork.is_running(), "the worker is gone", 10)
+    assert time.monotonic() - began < 5
+
+
+def test_a_stopped_worker_can_be_killed(start: Start, tmp_path: Path) -> None:
+    stub = start("idle", str(tmp_path / "pid"))
+    fork = worker(tmp_path / "pid")
+    fork.suspend()
+    stub.kill()
+    wait_until(lambda: not fork.is_running(), "the worker is gone", 10)
+
+
+def test_a_dead_server_takes_all_its_forks_along(tmp_path: Path) -> None:
+    """And a stale socket, as a killed server leaves it, is no obstacle for the next."""
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(tmp_path / "fork"))
+    server = ForkServerProcess.start(tmp_path)
+    try:
+        command = [sys.executable, "-S", "-E", str(STUB), server.address, "fork_target:idle", str(tmp_path / "pid")]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as stub:
+            fork = worker(tmp_path / "pid")
+            server.process.kill()
+            _, errors = stub.communicate(timeout=20)
+            assert stub.returncode == 75 and "the fork server of this node ended" in errors
+            wait_until(lambda: not fork.is_running(), "the worker is gone", 10)
+    finally:
+        server.stop()
+
+
+def test_without_a_server_the_stub_gives_up(tmp_path: Path) -> None:
+    """(Its patience is two minutes: here it only has to go on trying, and to be stoppable.)"""
+    command = [sys.executable, "-S", "-E", str(STUB), str(tmp_path / "nobody"), "fork_target:idle"]
+    with subprocess.Popen(command) as stub:
+        with pytest.raises(subprocess.TimeoutExpired):
+            stub.wait(1)
+        stub.terminate()
+        assert stub.wait(10) == -signal.SIGTERM

@@ -38,8 +38,8 @@ READER = "holdfast-test-reader"
 OVER = ("Succeeded", "Failed", "Error")
 
 SMALL = {
-    "profile": "cpu", "nodes": 2, "gpus-per-node": 1, "model": "tiny", "max-steps": 300, "global-batch-size": 4,
-    "micro-batch-size": 2, "sequence-length": 128, "checkpoint-interval-steps": 10, "recovery": "in-job",
+    "profile": "cpu", "nodes": 2, "gpus-per-node": 1, "model": "tiny", "max-steps": 100, "global-batch-size": 8,
+    "micro-batch-size": 4, "sequence-length": 512, "checkpoint-interval-steps": 10, "recovery": "in-job",
     "heartbeat-timeout-seconds": 10, "node-cpus": "250m", "node-memory-gib": 3, "node-shm-gib": 1, "node-lost-seconds": 30,
     "grace-seconds": 15,
 }  # fmt: skip
@@ -140,8 +140,18 @@ class Cluster:
                 None,
             )
 
-        found: dict[str, Any] = until(f"the supervisor of {run_id}", 60, running)
+        found: dict[str, Any] = until(f"the supervisor of {run_id}", 180, running)
         return found
+
+    def story(self, workflow: str, run_id: str) -> str:
+        """What there is to say of a run that went wrong."""
+        words = ("kubectl", "get", "pods,jobs", "-n", self.namespace, "-o", "wide", "-l")
+        parts = [
+            command(*words, f"workflows.argoproj.io/workflow={workflow}", check=False),
+            command(*words, cluster.selector(run_id), check=False),
+            command("argo", "-n", self.namespace, "logs", workflow, "--no-color", "--tail", "60", check=False),
+        ]
+        return "\n".join(parts)
 
     # --- what a run has in the cluster ---
 
@@ -158,7 +168,7 @@ class Cluster:
             pods = [p for p in self.pods(run_id) if job_state.index(p) == node and not job_state.deleting(p)]
             return next((p for p in pods if p["status"]["phase"] == "Running"), None)
 
-        found: dict[str, Any] = until(f"pod {node} of {run_id}", 90, look)
+        found: dict[str, Any] = until(f"pod {node} of {run_id}", 240, look)
         return found
 
     def nothing_left(self, run_id: str, seconds: float = 60) -> None:

@@ -84,9 +84,21 @@ def prepared(api: ApiServer) -> Iterator[Cluster]:
         write_table(cluster)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """What the steps of a failed test printed, before they are deleted."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.when == "call" and report.failed and isinstance(cluster, Cluster):
+        report.sections += [
+            (f"Workflow {name}", cluster.story(name, run_id)) for name, run_id in cluster.workflows.items()
+        ]
+    return report
+
+
 @pytest.fixture
 def cluster(prepared: Cluster) -> Iterator[Cluster]:
-    """The prepared cluster; afterwards the test's Workflows are deleted and, if it passed, nothing of theirs may be left."""
+    """The prepared cluster; afterwards the test's Workflows are deleted, and nothing of their runs may be left."""
     prepared.workflows.clear()
     yield prepared
     for name in prepared.workflows:

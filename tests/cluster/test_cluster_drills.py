@@ -10,15 +10,15 @@ from cluster_support import OVER, Cluster, command, until, whole
 
 from steps import job_state
 
-STEPS = 200
-WAIT = 420
+STEPS = 100
+WAIT = 540
 
 
 def training(cluster: Cluster, name: str, **changes: object) -> tuple[str, str, float]:
     """A run that has committed something and has still a way to go."""
     started = time.monotonic()
     workflow, run_id = cluster.submit(name, **({"max_steps": STEPS} | changes))
-    cluster.reaches(run_id, 25)
+    cluster.reaches(run_id, 12)
     return workflow, run_id, started
 
 
@@ -155,7 +155,7 @@ def test_the_workflow_controller_is_stopped_and_started(cluster: Cluster) -> Non
 
 def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
     """The kubelet under training pod 1 (and not under the supervisor, if that can be) is frozen for longer than the limit."""
-    workflow, run_id, started = training(cluster, "nodelost", max_steps=400)
+    workflow, run_id, started = training(cluster, "nodelost", max_steps=250)
     supervisor = cluster.supervisor(run_id, workflow)["spec"]["nodeName"]
     pods = [cluster.running(run_id, node) for node in (0, 1)]
     machine = next((p["spec"]["nodeName"] for p in pods if p["spec"]["nodeName"] != supervisor), "")
@@ -166,7 +166,7 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
         until("a second attempt", 150, lambda: [j for j in cluster.jobs(run_id) if job_state.name(j) != first])
         found = time.monotonic() - started
         cluster.reaches(run_id, cluster.step(run_id) + 10, 240)
-    report = succeeded(cluster, workflow, run_id, 600, steps=400)
+    report = succeeded(cluster, workflow, run_id, 600, steps=250)
     assert report.restarts.workflow >= 1
     text = f"kubelet of {machine} frozen; next attempt {found:.0f} s after submission; the old one fenced"
     cluster.passed("node lost and back", text, time.monotonic() - started, 700, report)
@@ -174,11 +174,11 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
 
 def test_the_supervisors_node_is_lost(cluster: Cluster) -> None:
     """The machine under the supervisor does not answer: training goes on or starts again, and the workflow ends well."""
-    workflow, run_id, started = training(cluster, "suplost", max_steps=400)
+    workflow, run_id, started = training(cluster, "suplost", max_steps=250)
     machine = cluster.supervisor(run_id, workflow)["spec"]["nodeName"]
     with cluster.frozen(machine):
         time.sleep(75)
-    report = succeeded(cluster, workflow, run_id, 600, steps=400)
+    report = succeeded(cluster, workflow, run_id, 600, steps=250)
     cluster.passed(
         "supervisor's node lost for 75 s",
         f"{report.restarts.workflow} new attempt(s)",
@@ -189,13 +189,13 @@ def test_the_supervisors_node_is_lost(cluster: Cluster) -> None:
 
 
 def test_a_pod_is_cut_off_the_network_and_comes_back(cluster: Cluster) -> None:
-    workflow, run_id, started = training(cluster, "cut", max_steps=300)
+    workflow, run_id, started = training(cluster, "cut", max_steps=150)
     pod = job_state.name(cluster.running(run_id, 1))
     cluster.kit("cut", pod)
     try:
         time.sleep(30)
     finally:
         cluster.kit("mend", pod)
-    report = succeeded(cluster, workflow, run_id, 600, steps=300)
+    report = succeeded(cluster, workflow, run_id, 600, steps=150)
     happened = f"off for 30 s, heartbeat 10 s; {len(report.faults)} fault(s), {sum(report.restarts.model_dump().values())} restart(s)"
     cluster.passed("pod cut off the network", happened, time.monotonic() - started, 660, report)

@@ -1,0 +1,242 @@
+"""Preflight and teardown against a real API server: what is missing is named, what is there is found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from cluster_support import PROJECT, apply, command, until
+
+from steps import cluster
+from steps.cluster import Placement
+from steps.kubernetes import KubernetesLauncher, KubernetesOptions
+from steps.kubernetes_api import ApiServer
+from steps.launcher import Launch
+from trainer.config import OneLineParser, RunConfig
+from trainer.errors import ConfigurationError, DeniedError
+from trainer.paths import RunPaths
+from workflows import preflight, teardown
+
+
+@pytest.fixture(scope="module")
+def space(api: ApiServer) -> Iterator[ApiServer]:
+    """A namespace of its own, empty."""
+    name = f"holdfast-test-{secrets.token_hex(3)}"
+    command("kubectl", "create", "namespace", name)
+    yield ApiServer(name, 15.0)
+    command("kubectl", "delete", "clusterrolebinding,clusterrole", f"{name}-nodes", check=False)
+    command("kubectl", "delete", "namespace", name, "--wait=false")
+
+
+def grant(space: ApiServer, without: tuple[str, str] | None = None) -> None:
+    """Apply templates/cluster/rbac.yaml, less one verb of one resource."""
+    documents = [d for d in yaml.safe_load_all((PROJECT / "templates/cluster/rbac.yaml").read_text()) if d]
+    for document in documents:
+        for rule in document.get("rules", []):
+            if without and without[1] in rule["resources"]:
+                rule["verbs"] = [verb for verb in rule["verbs"] if verb != without[0]]
+        if "rules" in document:
+            document["rules"] = [rule for rule in document["rules"] if rule["verbs"]]
+        if document["kind"] in ("ClusterRole", "ClusterRoleBinding"):  # of the cluster: under a name of this test's own
+            document["metadata"]["name"] = f"{space.namespace}-nodes"
+        if document["kind"] == "ClusterRoleBinding":
+            document["roleRef"]["name"] = f"{space.namespace}-nodes"
+            document["subjects"][0]["namespace"] = space.namespace
+    apply(*documents, namespace=space.namespace)
+
+
+def run_preflight(
+    space: ApiServer, capsys: pytest.CaptureFixture[str], *argv: str
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    parser = OneLineParser()
+    preflight.add_arguments(parser)
+    code = preflight.main(parser.parse_args(["--only", "cluster", "--json", "--namespace", space.namespace, *argv]))
+    return code, {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+
+def test_an_empty_namespace_fails_with_what_is_missing(space: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = run_preflight(space, capsys, "--dataset-uri", "hf://a/b")
+    assert code == 64
+    for name in ("claim", "holdfast-steps", "holdfast-supervisor", "holdfast-training"):
+        assert (found[name]["status"], found[name]["exit_code"]) == ("fail", 64), name
+        assert "kubectl apply" in found[name]["fix"]
+    assert found["hub token"]["status"] == "warn"
+    assert found["version"]["status"] == "pass"
+    assert found["run id"]["status"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource"),
+    [("create", "jobs"), ("get", "pods/log"), ("get", "workflows"), ("create", "workflowtaskresults")],
+)
+def test_a_role_that_lacks_a_verb_is_told_which(
+    space: ApiServer, capsys: pytest.CaptureFixture[str], verb: str, resource: str
+) -> None:
+    grant(space, (verb, resource))
+    code, found = run_preflight(space, capsys)
+    assert code in (64, 77)
+    finding = found["holdfast-supervisor"]
+    assert (finding["status"], finding["exit_code"]) == ("fail", 77)
+    assert f"'{verb}' on {resource}" in finding["detail"]
+    grant(space)
+    _, found = run_preflight(space, capsys)
+    assert found["holdfast-supervisor"]["status"] == "pass"
+    assert found["holdfast-training"]["status"] == "pass"
+
+
+def test_gpus_that_are_not_there_are_counted(space: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = run_preflight(
+        space,
+        capsys,
+        "--profile",
+        "p5",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "8",
+        "--global-batch-size",
+        "16",
+        "--micro-batch-size",
+        "1",
+    )
+    assert found["nodes"]["detail"].startswith("0 ready of p5.48xlarge, 2 asked for")
+
+
+def test_a_queue_that_is_not_there(space: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = run_preflight(space, capsys, "--queue", "absent")
+    assert found["queue"]["status"] == "fail"
+
+
+def supervisor_api(space: ApiServer) -> ApiServer:
+    """The API as the supervisor's service account sees it."""
+    token = command("kubectl", "create", "token", "-n", space.namespace, cluster.SERVICE_ACCOUNT_SUPERVISOR).strip()
+    api = ApiServer(space.namespace, 15.0)
+    configuration = api.core.api_client.configuration
+    configuration.cert_file = configuration.key_file = None
+    configuration.api_key = {"authorization": f"Bearer {token}", "BearerToken": f"Bearer {token}"}
+    import kubernetes
+
+    client = kubernetes.client.ApiClient(configuration)
+    api._api = client
+    api.core, api.batch = kubernetes.client.CoreV1Api(client), kubernetes.client.BatchV1Api(client)
+    api.custom = kubernetes.client.CustomObjectsApi(client)
+    return api
+
+
+def launch(run_id: str, nodes: int = 2) -> Launch:
+    from pathlib import Path
+
+    config = RunConfig(run_id=run_id, root=Path("/fsx"), profile="cpu", nodes=nodes, gpus_per_node=1, grace_seconds=2)
+    return Launch(config, RunPaths(config.root, run_id), 1)
+
+
+@pytest.mark.parametrize(
+    ("verb", "resource"), [("create", "jobs"), ("list", "pods"), ("get", "nodes"), ("delete", "services")]
+)
+def test_the_launcher_refuses_to_start_what_it_could_not_look_after(space: ApiServer, verb: str, resource: str) -> None:
+    """77, with the verb, before a Job is made."""
+    grant(space, (verb, resource))
+    one = launch("denied")
+    launcher = KubernetesLauncher(one.config, KubernetesOptions(image="i"), supervisor_api(space))
+    with pytest.raises(DeniedError, match=rf"'{verb}' on {resource}.*rbac\.yaml"):
+        launcher.start(one)
+    assert space.jobs("") == []
+    grant(space)
+
+
+def test_the_launcher_names_a_missing_claim_and_account(space: ApiServer) -> None:
+    grant(space)
+    one = launch("missing")
+    launcher = KubernetesLauncher(one.config, KubernetesOptions(image="i", claim="absent"), supervisor_api(space))
+    with pytest.raises(ConfigurationError, match="there is no claim 'absent'"):
+        launcher.start(one)
+
+
+def test_start_attach_release_with_the_supervisors_own_rights(space: ApiServer) -> None:
+    """Everything the launcher does to the API, with exactly the rights of rbac.yaml; the image need not exist."""
+    grant(space)
+    apply(claim(), namespace=space.namespace)
+    one = launch("rights")
+    options = KubernetesOptions(image="absent.example/none:1")
+    launcher = KubernetesLauncher(one.config, options, supervisor_api(space))
+    assert launcher.attach() is None
+    launcher.start(one)
+    (job,) = space.jobs(cluster.selector("rights"))
+    again = KubernetesLauncher(one.config, options, supervisor_api(space))
+    assert again.attach() == 1
+    again.start(one)
+    assert [j["metadata"]["uid"] for j in space.jobs(cluster.selector("rights"))] == [job["metadata"]["uid"]], (
+        "not made twice"
+    )
+    assert again.wait(one, lambda: "SIGTERM") == 75
+    assert space.jobs(cluster.selector("rights")), "a supervisor that only goes itself leaves the Job"
+    again.release()
+    again.release()
+    assert space.jobs(cluster.selector("rights")) == space.services(cluster.selector("rights")) == []
+    assert space.pods(cluster.selector("rights")) == []
+
+
+def test_a_queued_job_waits_for_kueue(space: ApiServer) -> None:
+    grant(space)
+    apply(claim(), namespace=space.namespace)
+    one = launch("queued")
+    launcher = KubernetesLauncher(one.config, KubernetesOptions(image="i:1", queue="gpus"), supervisor_api(space))
+    launcher.start(one)
+    (job,) = space.jobs(cluster.selector("queued"))
+    until("the suspension", 20, lambda: space.job(job["metadata"]["name"])["status"].get("conditions"))  # type: ignore[index]
+    assert space.pods(cluster.selector("queued")) == []
+    launcher.release()
+
+
+def test_a_node_with_p5s_devices_takes_a_p5_pod_as_far_as_the_kubelet(space: ApiServer) -> None:
+    """Server-side dry run of the pod itself: security context, huge pages, devices."""
+    config = RunConfig(profile="p5", nodes=1, gpus_per_node=8, global_batch_size=8, micro_batch_size=1)
+    spec = cluster.pod(Launch(config, RunPaths(config.root, "run"), 1), Placement(image="i", service_account="default"))
+    document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p5"}, "spec": spec}
+    apply(document | {"metadata": {"name": "p5"}}, namespace=space.namespace)
+    command("kubectl", "delete", "pod", "-n", space.namespace, "p5", "--wait=false")
+
+
+def test_teardown_of_one_run_takes_that_run_only_and_a_dry_run_takes_nothing(
+    space: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grant(space)
+    apply(claim(), namespace=space.namespace)
+    for run_id in ("one", "two"):
+        one = launch(run_id, nodes=1)
+        KubernetesLauncher(one.config, KubernetesOptions(image="absent.example/none:1"), space).start(one)
+
+    def tear(*argv: str) -> str:
+        parser = argparse.ArgumentParser()
+        teardown.add_arguments(parser)
+        assert teardown.main(parser.parse_args(["--namespace", space.namespace, "--stage-seconds", "90", *argv])) == 0
+        return capsys.readouterr().out
+
+    assert "would remove Job holdfast-one-1" in tear("--run-id", "one")
+    assert len(space.jobs("")) == 2
+    assert "removing Job holdfast-one-1" in tear("--run-id", "one", "--execute")
+    assert [job["metadata"]["name"] for job in space.jobs("")] == ["holdfast-two-1"]
+    assert "nothing to do" in tear("--run-id", "one", "--execute"), "again: nothing is left of it"
+    shown = tear("--execute")
+    assert shown.index("removing Job holdfast-two-1") < shown.index(f"removing claim {cluster.CLAIM}")
+    assert space.jobs("") == []
+    assert space.claim(cluster.CLAIM) is None
+
+
+def claim() -> dict[str, Any]:
+    """A claim that nobody binds: enough for what makes Jobs, too little for pods to run."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": cluster.CLAIM},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": "",
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }

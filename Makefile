@@ -22,7 +22,7 @@ setup: $(READY) ## make .venv with everything in it
 
 $(READY): pyproject.toml constraints.txt .ci/find-python
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { python=$$(.ci/find-python) && "$$python" -m venv --clear $(VENV); }
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY) ## train a tiny model through five real faults and report what they cost

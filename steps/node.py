@@ -152,6 +152,8 @@ class Node:
             # Devices are counted without the CUDA runtime, after which no fork could use CUDA.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            # torchrun would lend the ranks its own store, in which an earlier round has left its keys.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             # Polls of a store that nothing has happened to are not worth ten lines a second.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONUNBUFFERED": "1",

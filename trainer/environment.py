@@ -33,8 +33,6 @@ class WorkerEnvironment:
     cycle: int
     master_address: str
     master_port: int
-    store_is_hosted: bool
-    """The launcher hosts the store at the master's address, so rank 0 must not."""
     spawned_at: float
     """Wall clock at which the launcher asked for this process, 0 if unknown."""
 
@@ -57,7 +55,6 @@ def read(local_rank: int | None = None) -> WorkerEnvironment:
         cycle=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         master_address=env["MASTER_ADDR"],
         master_port=int(env["MASTER_PORT"]),
-        store_is_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         spawned_at=float(env.get(SPAWNED_AT, "0")),
     )
 

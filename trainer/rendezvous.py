@@ -31,15 +31,16 @@ class Meeting:
 
     def __init__(self, env: WorkerEnvironment, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        store = TCPStore(
+        # The launcher gives every round of ranks a port of its own, so that a store holds nothing of an earlier round.
+        # (Counts of restarts would not tell rounds apart: a replaced node begins to count anew.)
+        self._store = TCPStore(
             env.master_address,
             env.master_port,
             env.world_size,
-            is_master=env.rank == 0 and not env.store_is_hosted,
+            is_master=env.rank == 0,
             timeout=self._timeout,
             wait_for_workers=False,
         )
-        self._store = PrefixStore(f"attempt-{env.attempt}/cycle-{env.cycle}", store)
         self._rank = env.rank
         self._shared = 0
         self._connections: dict[int, str] = {}

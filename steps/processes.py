@@ -1,4 +1,8 @@
-"""The launcher for one machine: each node is a process of its own, restarted as a Job controller restarts a pod."""
+"""The launcher for one machine: each node is a process of its own, restarted as a Job controller restarts a pod.
+
+With ``min_nodes`` a lost node's replacement comes after ``node_lost_seconds``, as in a cluster that has to find a
+machine first, while the others go on without it. Node 0, which hosts the rendezvous, is replaced at once.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,8 @@ class _Node:
     process: subprocess.Popen[bytes]
     pod: int = 0
     code: int | None = None
+    due: float | None = None
+    """When its replacement starts (monotonic), once it is lost."""
 
 
 class ProcessLauncher:
@@ -59,7 +65,9 @@ class ProcessLauncher:
         restarts = 0
         while True:
             for index, node in enumerate(self._nodes):
-                if node.code is not None or node.process.poll() is None:
+                if node.due is not None and time.monotonic() >= node.due:
+                    self._nodes[index] = _Node(self._spawn(launch, index, node.pod + 1), node.pod + 1)
+                if node.due is not None or node.code is not None or node.process.poll() is None:
                     continue
                 code = node.process.returncode
                 self._end_strays()
@@ -73,15 +81,23 @@ class ProcessLauncher:
                     return normalise(code)
                 else:
                     restarts += 1
-                    pod = node.pod + 1
-                    self._events.emit("pod_restart", node_index=index, pod=pod, exit_code=code)
+                    node.due = time.monotonic() + self._patience(launch, index)
+                    self._events.emit("pod_restart", node_index=index, pod=node.pod + 1, exit_code=code)
                     self._events.emit("fault_detected", layer="pod", message=f"node {index} ended with {code}")
-                    self._nodes[index] = _Node(self._spawn(launch, index, pod), pod)
-            if all(node.code == 0 for node in self._nodes):
+            if all(node.code == 0 or node.due is not None for node in self._nodes) and any(
+                node.code == 0 for node in self._nodes
+            ):
                 return int(ExitCode.DONE)
             if stop() is not None:
                 return self._stop(launch)
             time.sleep(POLL_SECONDS)
+
+    def _patience(self, launch: Launch, index: int) -> float:
+        """Seconds until a lost node is replaced."""
+        living = sum(node.process.poll() is None for node in self._nodes)
+        if index == 0 or not launch.config.min_nodes or living < launch.config.min_nodes:
+            return 0.0
+        return launch.config.node_lost_seconds
 
     def _stop(self, launch: Launch) -> int:
         """Let every node save and stop; kill what has not ended when the grace period is over."""

@@ -118,6 +118,12 @@ class RunConfig(BaseModel):
             )
         if self.min_nodes > self.nodes:
             raise ValueError(f"min_nodes {self.min_nodes} is more than nodes {self.nodes}")
+        for nodes in range(self.min_nodes or self.nodes, self.nodes):
+            if self.global_batch_size % (nodes * self.gpus_per_node):
+                raise ValueError(
+                    f"min_nodes {self.min_nodes} allows {nodes} nodes, but global_batch_size {self.global_batch_size} is "
+                    f"not divisible by their {nodes * self.gpus_per_node} ranks"
+                )
         if self.warmup_steps > self.max_steps:
             raise ValueError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}")
         if self.fault_count > max(0, self.max_steps - self.fault_first_step):

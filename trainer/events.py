@@ -23,7 +23,8 @@ trainer (one per worker process; rank and world size in the envelope)
     process_group_ready, model_ready
     loaded             step (0: from scratch), tier (none | durable | snapshot), path
     step_start         step
-    step_end           step, loss, grad_norm, tokens (of the whole step, all ranks), learning_rate
+    step_end           step, loss, grad_norm, tokens (of the whole step, all ranks), learning_rate, compute_seconds
+                       (this rank's own, without what it waits for others)
     samples            step, ids (this rank's sample indices)
     save_start         step, mode (async | sync), tier
     stall              step, seconds, reason (save | poll | drain | snapshot)   -- the loop waited for a checkpoint

@@ -39,6 +39,7 @@ from trainer.recovery.base import Limits, Watch
 
 if TYPE_CHECKING:
     from trainer.checkpointing import Tiers, TrainingState
+    from trainer.clock import ComputeClock
     from trainer.data import TokenDataset
     from trainer.faults import Injector
     from trainer.rendezvous import Control, Meeting
@@ -104,6 +105,7 @@ class Iteration:
     dataset: TokenDataset
     state: TrainingState
     tiers: Tiers
+    clock: ComputeClock | None = None
     start: int = 0
     non_finite: int = 0
 
@@ -113,6 +115,7 @@ class Iteration:
         import torch
 
         from trainer.checkpointing import TrainingState
+        from trainer.clock import ComputeClock
         from trainer.data import TokenDataset
         from trainer.model import model_config
         from trainer.optim import build_optimizer
@@ -127,7 +130,8 @@ class Iteration:
         torch.manual_seed(config.seed)
         model = prepare(model_config(config.model, manifest.vocabulary_size), choose_device(), compile_blocks=config.compile)
         state = TrainingState(model, build_optimizer(model, config))
-        return cls(session, control, dataset, state, build_tiers(session, control, state))
+        clock = None if config.compile else ComputeClock(model)  # (hooks would cut what is compiled)
+        return cls(session, control, dataset, state, build_tiers(session, control, state), clock)
 
     def resume(self) -> None:
         """The newest step that every rank can load, or the initial weights."""
@@ -185,7 +189,7 @@ class Iteration:
         events.emit("samples", step=step, ids=[index for batch in batches for index in batch])
         device = choose_device()
         loss = forward_backward(model, [dataset.batch(batch).to(device) for batch in batches])
-        compute_seconds = time.monotonic() - began
+        own_seconds = time.monotonic() - began
         injector.maybe_fire(step)
         norm = clip_gradients(model, config.gradient_clip)
         mine = float(loss)
@@ -212,7 +216,7 @@ class Iteration:
                 grad_norm=norm,
                 tokens=config.global_batch_size * config.sequence_length,
                 learning_rate=rate,
-                compute_seconds=compute_seconds,
+                compute_seconds=self.clock.take() if self.clock else own_seconds,
             )
         self._note(step, total / control.world_size, time.monotonic() - began)
         if not bad:

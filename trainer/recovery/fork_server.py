@@ -43,7 +43,7 @@ PRELOAD = (
     "torch.distributed.checkpoint", "torch.distributed.checkpoint.default_planner", "torch.distributed.run",
     "torch._dynamo", "trainer.loop", "trainer.checkpointing", "trainer.recovery",
     "trainer.checkpointing.writer", "trainer.recovery.nvrx", "trainer.recovery.in_job", "trainer.recovery.in_process",
-    "trainer.model", "trainer.data", "trainer.optim", "trainer.parallel", "trainer.faults", "trainer.pretrained",
+    "trainer.model", "trainer.clock", "trainer.data", "trainer.optim", "trainer.parallel", "trainer.faults", "trainer.pretrained",
     "trainer.rendezvous", "psutil", "nvidia_resiliency_ext.fault_tolerance.launcher",
 )  # fmt: skip
 PRELOAD_GPU = ("torch._inductor.compile_fx",)

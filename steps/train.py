@@ -80,14 +80,19 @@ def check_snapshots(config: RunConfig, vocabulary_size: int) -> None:
         )
 
 
-def take(paths: RunPaths) -> int:
-    """Hold the run's lock for the life of this process; ``ConfigurationError`` when another supervisor does."""
+def take(paths: RunPaths, *, in_cluster: bool = False) -> int:
+    """Hold the run's lock for the life of this process. When another supervisor does: ``ConfigurationError``, but in a
+    cluster ``UnavailableError``, which is tried again: it is our own predecessor, on a node that stopped answering."""
     paths.run.mkdir(parents=True, exist_ok=True)
     fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
+        if in_cluster:
+            raise UnavailableError(
+                f"an earlier supervisor of run {paths.run_id} still holds {paths.lock}; it ends with the run, or with its node"
+            ) from None
         raise ConfigurationError(
             f"--run-id {paths.run_id} is in use: another supervisor holds {paths.lock}; wait for it or choose another id"
         ) from None
@@ -279,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
     if not config.root.is_dir():
         raise UnavailableError(f"--root {config.root} is not there; is the file system mounted?")
     manifest = check(config, options.dataset)
-    lock = take(paths)
+    lock = take(paths, in_cluster=environment.in_cluster())
     try:
         settle(config, paths, options.dataset.absolute(), manifest)
         if paths.finished.exists():

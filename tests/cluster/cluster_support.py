@@ -40,7 +40,7 @@ OVER = ("Succeeded", "Failed", "Error")
 SMALL = {
     "profile": "cpu", "nodes": 2, "gpus-per-node": 1, "model": "tiny", "max-steps": 100, "global-batch-size": 8,
     "micro-batch-size": 4, "sequence-length": 512, "checkpoint-interval-steps": 10, "recovery": "in-job",
-    "heartbeat-timeout-seconds": 10, "node-cpus": "250m", "node-memory-gib": 3, "node-shm-gib": 1, "node-lost-seconds": 30,
+    "heartbeat-timeout-seconds": 20, "node-cpus": "250m", "node-memory-gib": 3, "node-shm-gib": 1, "node-lost-seconds": 30,
     "grace-seconds": 15,
 }  # fmt: skip
 """Two pods of one process each: what two cores can train while they also are the cluster."""

@@ -193,9 +193,9 @@ def test_a_pod_is_cut_off_the_network_and_comes_back(cluster: Cluster) -> None:
     pod = job_state.name(cluster.running(run_id, 1))
     cluster.kit("cut", pod)
     try:
-        time.sleep(30)
+        time.sleep(40)
     finally:
         cluster.kit("mend", pod)
     report = succeeded(cluster, workflow, run_id, 600, steps=150)
-    happened = f"off for 30 s, heartbeat 10 s; {len(report.faults)} fault(s), {sum(report.restarts.model_dump().values())} restart(s)"
+    happened = f"off for 40 s, heartbeat 20 s; {len(report.faults)} fault(s), {sum(report.restarts.model_dump().values())} restart(s)"
     cluster.passed("pod cut off the network", happened, time.monotonic() - started, 660, report)

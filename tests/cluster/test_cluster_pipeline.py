@@ -17,7 +17,7 @@ def test_the_committed_pipeline_through_three_faults(cluster: Cluster) -> None:
     started = time.monotonic()
     workflow, run_id = cluster.submit(
         "faults", max_steps=60, fault_count=3, fault_kinds="exception,hang,sigkill", fault_ranks="all", recovery="combined",
-        heartbeat_timeout_seconds=6,
+        heartbeat_timeout_seconds=15,
     )  # fmt: skip
     machines = {cluster.running(run_id, node)["spec"]["nodeName"] for node in (0, 1)}
     assert cluster.finish(workflow, 9 * MINUTES) == "Succeeded"

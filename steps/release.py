@@ -20,11 +20,12 @@ import shutil
 import sys
 import urllib.request
 
+from steps.runs import read_report
 from trainer import environment
 from trainer.config import OneLineParser, RunConfig, add_flags, from_namespace
 from trainer.errors import PipelineError, exit_with
 from trainer.paths import RunPaths
-from trainer.records import RunRecord, RunReport
+from trainer.records import RunRecord
 
 WEBHOOK_VARIABLE = "HOLDFAST_WEBHOOK"
 WEBHOOK_SECONDS = 10.0
@@ -74,7 +75,7 @@ def end_nodes(config: RunConfig) -> None:
 
 def remove_snapshots(run: RunPaths, config: RunConfig) -> None:
     """A complete run needs no snapshot; an incomplete one may be resumed on this machine from them."""
-    report = _report(run)
+    report = read_report(run)
     directory = run.snapshots(config.snapshot_root, 0).parent
     if report is not None and report.complete and directory.exists():
         shutil.rmtree(directory, ignore_errors=True)
@@ -93,7 +94,7 @@ def report_failed(run: RunPaths) -> None:
 
 def message(run: RunPaths, args: argparse.Namespace) -> dict[str, object]:
     """What the webhook is told. ``text`` is the field that Slack shows; the others are for programs."""
-    report = _report(run)
+    report = read_report(run)
     facts: dict[str, object] = {"run_id": run.run_id, "workflow": args.workflow, "status": args.status}
     text = f"run {run.run_id}: {args.status or 'ended'}"
     if report is not None:
@@ -138,13 +139,6 @@ def _record(run: RunPaths) -> RunRecord | None:
     except PipelineError as error:
         print(f"release: {error}", file=sys.stderr)
     return None
-
-
-def _report(run: RunPaths) -> RunReport | None:
-    try:
-        return RunReport.read(run.report("json"))
-    except (FileNotFoundError, PipelineError):
-        return None
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import importlib.util
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from steps.runs import read_report
 from trainer import environment, paths
 from trainer.config import TRAJECTORY_FIELDS, RunConfig, add_flags, flag, from_namespace
 from trainer.errors import ConfigurationError, DeniedError
@@ -51,19 +52,27 @@ def main(args: argparse.Namespace) -> int:
         root=Path(getattr(args, "root", default_root)).absolute(),
         volumes={claim: Path(directory).absolute() for claim, directory in _pairs(args.volume, "--volume")},
         display="json" if args.json else "quiet" if args.quiet else "auto",
-        environment=_environment(),
     )
     if args.resume and args.file:
         raise ConfigurationError("--resume goes on with a workflow of an earlier call; leave --file out")
     if args.parameters and not args.file:
         raise ConfigurationError("-p sets a parameter of --file; the pipeline's parameters are flags (see --help)")
     if args.resume:
-        return local.resume(options.root, args.resume, options).exit_code
+        return local.resume(options.root, args.resume, replace(options, environment=_environment())).exit_code
     if args.file:
         return run_file(args.file, dict(_pairs(args.parameters, "-p")), options)
-    config = from_namespace(args)
-    changes = {"root": options.root} | ({} if "launcher" in args else {"launcher": "local"})
-    return run_pipeline(args.pipeline, config.model_copy(update=changes), options)
+    return run_pipeline(args.pipeline, resolve(from_namespace(args), chosen="launcher" in args), options)
+
+
+def resolve(config: RunConfig, *, chosen: bool = False) -> RunConfig:
+    """``config`` with absolute paths, since steps run in directories of their own, and a launcher of this machine
+    unless one was ``chosen``."""
+    changes: dict[str, object] = {"root": config.root.absolute(), "snapshot_root": config.snapshot_root.absolute()}
+    if config.tokenizer != "byte":
+        changes["tokenizer"] = str(Path(config.tokenizer).absolute())
+    if config.init_from:
+        changes["init_from"] = str(Path(config.init_from).absolute())
+    return config.model_copy(update=changes | ({} if chosen else {"launcher": "local"}))
 
 
 def run_file(file: Path, parameters: dict[str, str], options: local.Options) -> int:
@@ -91,7 +100,7 @@ def run_pipeline(pipeline: str, config: RunConfig, options: local.Options) -> in
         write_whole(file, _compiled(pipeline).encode())
         result = local.run(local.load(file, arguments(config)), _for_pipeline(options, name, config.root))
     failed = f"failed with exit code {result.exit_code}; each step's words are beside {result.workflow_json}"
-    _say(failed if result.exit_code else "", _report(run), run, options)
+    _say(failed if result.exit_code else "", read_report(run), run, options)
     return result.exit_code
 
 
@@ -150,18 +159,11 @@ def wait_for_release(lock: Path, run_id: str, seconds: float = LOCK_SECONDS) -> 
 
 def complete_report(run: RunPaths, config: RunConfig) -> RunReport | None:
     """The report of a run that has nothing left to do under ``config``, else None."""
-    report = _report(run)
+    report = read_report(run)
     if report is None or not report.complete or not run.validation.exists():
         return None
     same = all(getattr(report.config, name) == getattr(config, name) for name in ("dataset_uri", "tokenizer"))
     return report if same else None
-
-
-def _report(run: RunPaths) -> RunReport | None:
-    try:
-        return RunReport.read(run.report("json"))
-    except FileNotFoundError:
-        return None
 
 
 def _say(message: str, report: RunReport | None, run: RunPaths, options: local.Options) -> None:
@@ -200,30 +202,15 @@ def _workflow_name(config: RunConfig) -> str:
 def _for_pipeline(options: local.Options, name: str, root: Path) -> local.Options:
     from steps.cluster import CLAIM
 
-    return local.Options(
-        root=root,
-        volumes={CLAIM: root} | dict(options.volumes),
-        name=name,
-        display=options.display,
-        environment=options.environment,
-    )
+    return replace(options, volumes={CLAIM: root} | dict(options.volumes), name=name, environment=_environment())
 
 
 def _environment() -> dict[str, str]:
-    """What the steps need to be found: this interpreter as ``python``, and the project where it is not installed."""
-    added = {
-        "PATH": os.pathsep.join(filter(None, (str(Path(sys.executable).parent), environment.variable("PATH")))),
+    """What the steps need beyond what the engine gives every process: this project, installed or not."""
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), environment.variable("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
     }
-    if not _installed():
-        added["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PROJECT), environment.variable("PYTHONPATH"))))
-    return added
-
-
-def _installed() -> bool:
-    """Whether ``python -m steps.train`` finds this very project without help."""
-    spec = importlib.util.find_spec("steps")
-    return spec is not None and str(PROJECT) not in sys.path[:1]
 
 
 def _pairs(items: list[str], what: str) -> list[tuple[str, str]]:

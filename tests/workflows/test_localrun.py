@@ -106,6 +106,25 @@ def test_a_complete_run_is_said_to_be_and_nothing_starts(tmp_path: Path, capsys:
     assert sorted(set(tmp_path.rglob("*")) - set(before)) == [RunPaths(tmp_path, "mine").pipeline_lock]
 
 
+def test_paths_mean_the_same_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step runs in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    given = {
+        "root": "fsx",
+        "tokenizer": "tok.json",
+        "init_from": "weights",
+        "snapshot_root": "memory",
+        "launcher": "auto",
+    }
+    config = localrun.resolve(RunConfig.model_validate(given))
+    assert config.root == tmp_path / "fsx"
+    assert config.snapshot_root == tmp_path / "memory"
+    assert (config.tokenizer, config.init_from) == (str(tmp_path / "tok.json"), str(tmp_path / "weights"))
+    assert config.launcher == "local"
+    kept = localrun.resolve(RunConfig.model_validate(given | {"tokenizer": "byte", "init_from": ""}), chosen=True)
+    assert (kept.tokenizer, kept.init_from, kept.launcher) == ("byte", "", "auto")
+
+
 # --- one at a time -----------------------------------------------------------------------------------------------------
 
 HOLDER = """

@@ -22,6 +22,7 @@ from trainer.errors import ConfigurationError, ExitCode, StoppedError, normalise
 from workflows.local.display import Display, choose, failed_pods
 from workflows.local.document import Where, line_of, path_text
 from workflows.local.language.tags import Substitution
+from workflows.local.memo import Caches
 from workflows.local.nodes import Node
 from workflows.local.operator import Operator
 from workflows.local.options import Options, Result
@@ -114,7 +115,8 @@ class Engine:
             store.directory.absolute(), claims | self._made_claims(name), (options.root / "volumes").absolute()
         )
         self.runner = Runner(self.launcher, self.places, self._volumes(name), self.environment)
-        self.operator = Operator(self.state, self.runner)
+        caches = Caches(store.directory.absolute().parent / ".memoized")
+        self.operator = Operator(self.state, self.runner, caches)
         self.runner.operator = self.operator
         self.display: Display = choose(options.display, self.runner.training_status)
         self.suspensions = Suspensions(self.state, self.operator, self.places, self.display)
@@ -253,6 +255,7 @@ class Engine:
                     self._turn()
         finally:
             self.suspensions.close()
+            self.runner.selector.close()
             self.launcher.close()
             self.store.write(self.state)
         if self.stopped_by and not self.state.fulfilled:

@@ -81,6 +81,9 @@ class NodeKeeper:
         )
         node.inputs = [parameter.write() for parameter in execution.inputs]
         assert execution.template is not None
+        if retried and execution.attempt_of is not None:
+            above = self.nodes.get(execution.attempt_of.name)
+            node.memoization = dict(above.memoization) if above is not None and above.memoization else None
         if kind == "Suspend":
             node.outputs = _supplied_outputs(execution)
         return node

@@ -40,7 +40,6 @@ class Limits:
             raise self.op.error(execution, TimedOut(f"invalid timeout format. {error}")) from None
         if time.time() > deadline:
             self.op.mark(node, "Failed", "timeout")
-            self.release(node)
             raise TimedOut("timeout")
 
     def check_parallelism(self, execution: Execution, node: Node | None) -> None:
@@ -115,6 +114,8 @@ class Limits:
 
     def release(self, node: Node) -> None:
         """Give back a node's mutexes and let those that wait try again."""
+        if not self.locks.used:
+            return
         self.waiting.pop(node.id, None)
         if self.locks.release(node.id):
             self.touch_waiting()

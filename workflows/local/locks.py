@@ -12,6 +12,11 @@ class Locks:
         self._holder: dict[str, str] = {}
         self._waiting: dict[str, deque[str]] = {}
 
+    @property
+    def used(self) -> bool:
+        """Whether there are any mutexes."""
+        return bool(self._waiting)
+
     def acquire(self, names: list[str], key: str) -> str:
         """Take all of ``names`` for ``key`` and return '', or take none, queue up and return the first that is not free."""
         for name in names:

@@ -23,6 +23,7 @@ from workflows.local.language.tags import TagError
 from workflows.local.language.values import any_string
 from workflows.local.leaves import Leaves
 from workflows.local.limits import Limits
+from workflows.local.memo import Caches, Memoization
 from workflows.local.merging import with_defaults
 from workflows.local.nodes import Node, Outputs
 from workflows.local.plan import Hook, Plan, Raw, Retry, Template
@@ -37,11 +38,12 @@ MAX_DEPTH = 100
 class Operator(NodeKeeper):
     """One workflow on its way. Not thread-safe: its owner calls it from one loop."""
 
-    def __init__(self, state: WorkflowState, pods: Pods) -> None:
+    def __init__(self, state: WorkflowState, pods: Pods, caches: Caches) -> None:
         super().__init__(state)
         self.plan: Plan = state.plan
         self.pods = pods
         self.limits = Limits(self)
+        self.memoization = Memoization(self, caches)
         self.leaves = Leaves(self)
         self.hooks = Hooks(self)
         self.retries = Retries(self)
@@ -93,6 +95,16 @@ class Operator(NodeKeeper):
             raw["value"] = (values or {}).get(raw["name"], any_string(default) if default is not None else "")
         self.mark(node, "Succeeded", "")
         self.touch_node(node)
+
+    def mark(self, node: Node, phase: str, message: str | None = None) -> Node:
+        """Set a node's phase; one that is fulfilled gives its mutexes back."""
+        was = node.phase
+        super().mark(node, phase, message)
+        if node.fulfilled:
+            self.limits.release(node)
+            if phase != was:
+                self.memoization.keep(node)
+        return node
 
     def defer(self, execution: Execution) -> None:
         """Something under ``execution`` could not go on: visit it again in the next pass."""
@@ -241,7 +253,6 @@ class Operator(NodeKeeper):
                 raise self.error(execution, TemplateError(str(error))) from None
         assert execution.template is not None
         if node is not None and node.fulfilled:
-            self.limits.release(node)
             execution.dirty = False
             return node
         self.set_display_name(execution, node)
@@ -251,7 +262,13 @@ class Operator(NodeKeeper):
         self.limits.check_parallelism(execution, node)
         if not self.limits.lock(execution):
             return self.nodes.get(execution.name)
+        try:
+            node = self.memoization.look_up(execution)
+        except TemplateError as error:
+            raise self.error(execution, error) from None
         execution.dirty = False
+        if node is not None and node.fulfilled:
+            return node
         if self.retry_of(execution) is not None:
             return self.retries.execute(execution)
         return self.run(execution)
@@ -312,8 +329,5 @@ class Operator(NodeKeeper):
             if existing is None:
                 raise self.error(execution, TemplateError(str(error))) from None
             self.mark(existing, "Error", str(error))
-            self.limits.release(existing)
             raise TemplateError(str(error)) from None
-        if node is not None and node.fulfilled:
-            self.limits.release(node)
         return node

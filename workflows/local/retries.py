@@ -64,7 +64,6 @@ class Retries:
                 if last is not None:
                     node.outputs = last.outputs.copy() if last.outputs is not None else None
                     op.nodes.changed(node)
-                op.limits.release(node)
                 return node
             child = self._attempt(execution, node, attempts)
             if child is None or not child.fulfilled:

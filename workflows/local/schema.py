@@ -8,13 +8,17 @@ the outcome and are not implemented: a workflow that uses one in a template it r
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from workflows.local.document import Problem, Where
 
-TEXT, ANY, INT, INT_OR_TEXT, BOOL, FREE, TEXT_MAP = (
+PATCH, TEXT, ANY, INT, INT_OR_TEXT, BOOL, FREE, TEXT_MAP = (
+    "patch",
     "text",
     "any scalar",
     "whole number",
@@ -77,7 +81,7 @@ KINDS: dict[str, Kind] = {
             "volumeClaimTemplates": ["ClaimTemplate"], "parallelism": INT, "suspend": BOOL, "onExit": TEXT, "hooks": "Hooks",
             "activeDeadlineSeconds": INT, "priority": INT, "retryStrategy": "RetryStrategy", "templateDefaults": "Template",
             "workflowTemplateRef": "WorkflowTemplateRef", "workflowMetadata": "WorkflowMetadata", "synchronization": "Synchronization",
-            "serviceAccountName": TEXT, "podSpecPatch": TEXT,
+            "serviceAccountName": TEXT, "podSpecPatch": PATCH,
         },
         (_PLACEMENT - {"serviceAccountName"}) | _words(
             "imagePullSecrets hostNetwork dnsPolicy dnsConfig ttlStrategy podGC podPriority podPriorityClassName podDisruptionBudget "
@@ -90,7 +94,7 @@ KINDS: dict[str, Kind] = {
             "name": TEXT, "inputs": "Inputs", "outputs": "Outputs", "steps": [["Step"]], "dag": "DAG", "container": "Container",
             "script": "Script", "suspend": "Suspend", "volumes": ["Volume"], "retryStrategy": "RetryStrategy", "timeout": TEXT,
             "activeDeadlineSeconds": INT_OR_TEXT, "parallelism": INT, "failFast": BOOL, "synchronization": "Synchronization",
-            "annotations": TEXT_MAP, "podSpecPatch": TEXT, "memoize": "Memoize",
+            "annotations": TEXT_MAP, "podSpecPatch": PATCH, "memoize": "Memoize",
         },
         _PLACEMENT | _words("metadata metrics archiveLocation priorityClassName"),
         _words("containerSet data http plugin resource daemon sidecars initContainers hostAliases"),
@@ -141,6 +145,15 @@ KINDS: dict[str, Kind] = {
     "Mutex": Kind({"name": TEXT, "namespace": TEXT, "database": BOOL}),
     "Memoize": Kind({"key": TEXT, "cache": "Cache", "maxAge": TEXT}),
     "Cache": Kind({"configMap": "KeyRef"}),
+    "PodPatch": Kind(
+        {"containers": ["ContainerPatch"], "initContainers": ["ContainerPatch"]},
+        _PLACEMENT | _words(
+            "priorityClassName priority preemptionPolicy terminationGracePeriodSeconds topologySpreadConstraints runtimeClassName "
+            "imagePullSecrets dnsPolicy dnsConfig hostNetwork overhead enableServiceLinks nodeName"
+        ),
+        _words("volumes activeDeadlineSeconds restartPolicy hostAliases hostPID hostIPC shareProcessNamespace hostname subdomain setHostnameAsFQDN"),
+    ),
+    "ContainerPatch": Kind({"name": TEXT}, _CONTAINER_CLUSTER | {"image"}, _CONTAINER_REFUSED | (frozenset(_CONTAINER) - {"name", "image"})),
     "WorkflowMetadata": Kind({"labels": TEXT_MAP, "annotations": TEXT_MAP, "labelsFrom": FREE}),
 }  # fmt: skip
 
@@ -160,6 +173,8 @@ def _check(value: Any, kind: Any, where: Where, findings: Findings) -> None:
             raise Problem(where, f"must be a list, not {_name(value)}")
         for index, item in enumerate(value):
             _check(item, kind[0], (*where, index), findings)
+    elif kind == PATCH:
+        _check_patch(value, where, findings)
     elif kind in _SCALARS:
         if not _SCALARS[kind](value):
             raise Problem(
@@ -174,6 +189,19 @@ def _check(value: Any, kind: Any, where: Where, findings: Findings) -> None:
             _check(hook, "Hook", (*where, event), findings)
     else:
         _object(value, KINDS[kind], where, findings)
+
+
+def _check_patch(value: Any, where: Where, findings: Findings) -> None:
+    """A patch of the pod's specification: all in it must be a cluster's concern."""
+    _check(value, TEXT, where, findings)
+    try:
+        patch = yaml.safe_load(re.sub(r"{{.*?}}", "tag", value))
+        inside = check(patch, "PodPatch")
+    except (yaml.YAMLError, Problem) as error:
+        raise Problem(where, f"the patch cannot be read: {' '.join(str(error).split())}") from None
+    if inside.refused:
+        findings.refused.append((*where, *inside.refused[0]))
+    findings.cluster.append(where)
 
 
 def _object(value: dict[str, Any], kind: Kind, where: Where, findings: Findings) -> None:

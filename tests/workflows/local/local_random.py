@@ -27,7 +27,11 @@ def container(script: str) -> Raw:
 def leaf_templates() -> list[Raw]:
     """Leaves that need no choice: end with a code; print a value and leave it in a file."""
     return [
-        {"name": "leaf", "inputs": {"parameters": [{"name": "code"}]}, "container": container("exit {{inputs.parameters.code}}")},
+        {
+            "name": "leaf",
+            "inputs": {"parameters": [{"name": "code"}]},
+            "container": container("exit {{inputs.parameters.code}}"),
+        },
         {
             "name": "value",
             "inputs": {"parameters": [{"name": "text", "default": "x"}]},
@@ -116,7 +120,9 @@ def steps(draw: st.DrawFn, name: str, inner: str | None, size: int) -> Raw:
         made = [draw(call("steps", step, before, values, inner)) for step in group]
         for step in made:
             if draw(st.integers(0, 2)) == 0:
-                step["continueOn"] = draw(st.sampled_from([{"failed": True}, {"error": True}, {"failed": True, "error": True}]))
+                step["continueOn"] = draw(
+                    st.sampled_from([{"failed": True}, {"error": True}, {"failed": True, "error": True}])
+                )
         groups.append(made)
         before += [s["name"] for s in made if not _loops(s)]
         values += [s["name"] for s in made if s["template"] == "value" and not _loops(s) and "when" not in s]
@@ -136,7 +142,9 @@ def dag(draw: st.DrawFn, name: str, inner: str | None, size: int) -> Raw:
         earlier = [task["name"] for task in tasks]
         chosen = draw(st.lists(st.sampled_from(earlier), max_size=2, unique=True)) if earlier else []
         loops = {t["name"] for t in tasks if _loops(t)}
-        values = [t["name"] for t in tasks if t["name"] in chosen and t["template"] == "value" and t["name"] not in loops]
+        values = [
+            t["name"] for t in tasks if t["name"] in chosen and t["template"] == "value" and t["name"] not in loops
+        ]
         task = draw(call("tasks", task_name, [c for c in chosen if c not in loops], values, inner))
         if chosen and use_depends:
             task["depends"] = draw(_depends(chosen, loops))
@@ -158,7 +166,9 @@ def dag(draw: st.DrawFn, name: str, inner: str | None, size: int) -> Raw:
 def _depends(draw: st.DrawFn, names: list[str], loops: set[str]) -> str:
     parts = []
     for name in names:
-        results = ["", "", ".Succeeded", ".Failed", ".Skipped", ".Omitted", ".Errored"] + ([".AnySucceeded", ".AllFailed"] if name in loops else [])
+        results = ["", "", ".Succeeded", ".Failed", ".Skipped", ".Omitted", ".Errored"] + (
+            [".AnySucceeded", ".AllFailed"] if name in loops else []
+        )
         part = name + draw(st.sampled_from(results))
         if "." in part and draw(st.integers(0, 4)) == 0:
             part = f"!{part}"
@@ -181,13 +191,24 @@ def workflows(draw: st.DrawFn) -> Raw:
     spec: Raw = {"entrypoint": "main", "templates": templates}
     if draw(st.integers(0, 7)) == 0:
         spec["onExit"] = "farewell"
-        templates.append({"name": "farewell", "container": container("[ {{workflow.status}} = Succeeded ] || exit " + draw(CODES))})
-    return {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "metadata": {"generateName": "random-"}, "spec": _used(spec)}
+        templates.append(
+            {"name": "farewell", "container": container("[ {{workflow.status}} = Succeeded ] || exit " + draw(CODES))}
+        )
+    return {
+        "apiVersion": "argoproj.io/v1alpha1",
+        "kind": "Workflow",
+        "metadata": {"generateName": "random-"},
+        "spec": _used(spec),
+    }
 
 
 def _used(spec: Raw) -> Raw:
     """Without the templates that nothing refers to."""
     text = repr([template for template in spec["templates"] if template["name"] in ("main", "inner", "farewell")])
-    kept = [t for t in spec["templates"] if t["name"] in ("main", "inner", "farewell") or f"'template': '{t['name']}'" in text]
+    kept = [
+        t
+        for t in spec["templates"]
+        if t["name"] in ("main", "inner", "farewell") or f"'template': '{t['name']}'" in text
+    ]
     kept = [t for t in kept if t["name"] != "inner" or "'template': 'inner'" in text]
     return {**spec, "templates": kept}

@@ -42,7 +42,13 @@ def generate(count: int, number: int) -> list[Raw]:
     found: dict[str, Raw] = {}
 
     @seed(number)
-    @settings(max_examples=count * 3, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count * 3,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(workflows())
     def collect(workflow: Raw) -> None:
         found.setdefault(json.dumps(workflow, sort_keys=True), workflow)
@@ -65,7 +71,11 @@ def submit(workflow: Raw, batch: str) -> str:
 def finished(batch: str) -> dict[str, Raw]:
     """The workflows of the batch that have ended."""
     listed = json.loads(kubectl("get", "workflows", "-l", f"recorded={batch}", "-o", "json"))["items"]
-    return {w["metadata"]["name"]: w for w in listed if (w.get("status") or {}).get("phase") in ("Succeeded", "Failed", "Error")}
+    return {
+        w["metadata"]["name"]: w
+        for w in listed
+        if (w.get("status") or {}).get("phase") in ("Succeeded", "Failed", "Error")
+    }
 
 
 def run_all(listed: list[Raw], parallel: int, patience: float) -> list[Outcome | None]:
@@ -88,13 +98,19 @@ def run_all(listed: list[Raw], parallel: int, patience: float) -> list[Outcome |
                 outcomes[index] = of_workflow(ended[name])
             del running[name]
             kubectl("delete", "workflow", name, "--wait=false")
-            print(f"{len(listed) - len(waiting) - len(running)}/{len(listed)} {name} {'never ended' if late and name not in ended else ''}", flush=True)
+            print(
+                f"{len(listed) - len(waiting) - len(running)}/{len(listed)} {name} {'never ended' if late and name not in ended else ''}",
+                flush=True,
+            )
     return outcomes
 
 
 def compact(outcome: Outcome) -> Outcome:
     """Without messages, which only the deadline ones are read of, and generated ids."""
-    nodes = [{key: value for key, value in node.items() if key != "message" or "deadline" in value} for node in outcome["nodes"]]
+    nodes = [
+        {key: value for key, value in node.items() if key != "message" or "deadline" in value}
+        for node in outcome["nodes"]
+    ]
     return {"phase": outcome["phase"], "outputs": outcome["outputs"], "nodes": nodes}
 
 
@@ -109,7 +125,13 @@ def record_random(count: int, number: int, parallel: int) -> None:
     second = run_all(listed, parallel, 300)
     kept = [(w, a) for w, a, b in zip(listed, first, second, strict=True) if agree(a, b) and a is not None]
     endless = sum(1 for a, b in zip(first, second, strict=True) if a is None or b is None)
-    counts = {"seed": number, "generated": len(listed), "kept": len(kept), "never_ended": endless, "differed": len(listed) - len(kept) - endless}
+    counts = {
+        "seed": number,
+        "generated": len(listed),
+        "kept": len(kept),
+        "never_ended": endless,
+        "differed": len(listed) - len(kept) - endless,
+    }
     lines = [json.dumps(counts), *(json.dumps({"workflow": w, "outcome": compact(o)}, sort_keys=True) for w, o in kept)]
     DATA.mkdir(exist_ok=True)
     (DATA / "random.jsonl").write_text("\n".join(lines) + "\n")
@@ -120,7 +142,12 @@ def record_files(names: list[str], parallel: int) -> None:
     """Write data/outcomes.json for data/workflows/*.yaml (or those named), each run twice."""
     files = sorted((DATA / "workflows").glob("*.yaml"))
     files = [file for file in files if not names or file.stem in names]
-    listed = [next(d for d in yaml.safe_load_all(file.read_text()) if d["kind"] == "Workflow") for file in files]
+    listed = []
+    for file in files:
+        documents = list(yaml.safe_load_all(file.read_text()))
+        listed += [document for document in documents if document["kind"] == "Workflow"]
+        for template in (document for document in documents if document["kind"] != "Workflow"):
+            kubectl("apply", "-f", "-", text=json.dumps(template))
     first, second = run_all(listed, parallel, 300), run_all(listed, parallel, 300)
     path = DATA / "outcomes.json"
     known: dict[str, Outcome] = json.loads(path.read_text()) if path.exists() else {}

@@ -183,7 +183,7 @@ def _token(lexer: _Lexer, before: Token | None) -> Token:
     symbol, _ = lexer.take(_is_symbol)
     if symbol in _PREFIXES and _starts_operand(before):
         return Token("prefix", symbol)
-    if symbol in _SYMBOLS and symbol not in "!~":
+    if symbol in _SYMBOLS - _PREFIXES | {"-"}:
         return Token("operator", symbol)
     raise WhenError(f"Invalid token: '{symbol or character}'")
 

@@ -1,0 +1,170 @@
+"""Tasks as processes: none is left behind, whatever ends the engine; an engine that was killed can be followed by another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from local_runs import END, processes_with, run, start, wait_until, write
+from trainer.errors import ConfigurationError
+from workflows import local
+
+STUBBORN = """
+entrypoint: main
+templates:
+- name: main
+  dag:
+    tasks: [{{name: a, template: stubborn}}, {{name: b, template: stubborn}}]
+- name: stubborn
+  container:
+    image: x
+    command: [bash, -c]
+    args: ["trap '' TERM; setsid sleep {mark} & (setsid bash -c 'trap \\"\\" TERM; sleep {mark}; sleep {mark}' &) ; sleep {mark}; sleep {mark}"]
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_nothing_outlives_the_engine(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Tasks that ignore SIGTERM and flee into sessions of their own are gone within five seconds."""
+    mark = f"{3000 + os.getpid() % 1000}.{int(number)}{int(time.time()) % 10000}"
+    engine = start(write(tmp_path, STUBBORN.format(mark=mark)), tmp_path, "stubborn")
+    wait_until(lambda: len(processes_with(f"sleep\0{mark}")) == 6)
+    engine.send_signal(number)
+    wait_until(lambda: not processes_with(mark), seconds=5.0)
+    assert engine.wait(10) == code
+    assert not processes_with(str(tmp_path))
+
+
+def test_what_a_task_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+    mark = f"5000.{os.getpid()}"
+    spec = f"""
+    entrypoint: main
+    templates:
+    - name: main
+      container: {{image: x, command: [bash, -c], args: ["(setsid sleep {mark} &); setsid nohup sleep {mark} & sleep 0.2"]}}
+    """
+    started = time.monotonic()
+    assert run(write(tmp_path, spec), tmp_path).result.phase == "Succeeded"
+    assert time.monotonic() - started < 20
+    assert not processes_with(mark)
+
+
+def test_a_supervisor_that_is_killed_is_a_pod_that_was_deleted(tmp_path: Path) -> None:
+    """As on a cluster the node is an Error, which an Always policy retries; nothing of it is left."""
+    mark = f"6000.{os.getpid()}"
+    spec = f"""
+    entrypoint: main
+    templates:
+    - name: main
+      retryStrategy: {{limit: "1", retryPolicy: Always}}
+      container: {{image: x, command: [bash, -c], args: ["[ {{{{retries}}}} = 1 ] || exec sleep {mark}"]}}
+    """
+    engine = start(write(tmp_path, spec), tmp_path, "deleted")
+    wait_until(lambda: len(processes_with(f"sleep\0{mark}")) == 1)
+    task = processes_with(f"sleep\0{mark}")[0]
+    supervisor = int((Path(f"/proc/{task}/stat").read_text().rpartition(")")[2]).split()[1])
+    os.kill(supervisor, signal.SIGKILL)
+    assert engine.wait(30) == 0
+    assert not processes_with(mark)
+    nodes = json.loads((tmp_path / "workflows" / "deleted" / "workflow.json").read_text())["status"]["nodes"].values()
+    assert {n["name"]: (n["phase"], n.get("message", "")) for n in nodes}["deleted(0)"] == ("Error", "pod deleted")
+
+
+RESUMABLE = """
+entrypoint: main
+templates:
+- name: main
+  steps:
+  - - {{name: first, template: note, arguments: {{parameters: [{{name: what, value: first}}]}}}}
+  - - {{name: dag, template: dag}}
+  - - {{name: last, template: note, arguments: {{parameters: [{{name: what, value: "{{{{steps.dag.outputs.parameters.made}}}}"}}]}}}}
+- name: dag
+  dag:
+    tasks:
+    - {{name: items, template: note, arguments: {{parameters: [{{name: what, value: "{{{{item}}}}"}}]}}, withItems: [p, q]}}
+    - {{name: flaky, template: flaky, depends: items}}
+    - {{name: after, template: note, depends: flaky, arguments: {{parameters: [{{name: what, value: "{{{{tasks.flaky.outputs.parameters.made}}}}"}}]}}}}
+  outputs: {{parameters: [{{name: made, valueFrom: {{parameter: "{{{{tasks.flaky.outputs.parameters.made}}}}"}}}}]}}
+- name: note
+  inputs: {{parameters: [{{name: what}}]}}
+  container: {{image: x, command: [sh, -c], args: ["echo {{{{inputs.parameters.what}}}} >> {ledger}"]}}
+- name: flaky
+  retryStrategy: {{limit: "2"}}
+  container:
+    image: x
+    command: [sh, -c]
+    args: ["echo try{{{{retries}}}} >> {ledger}; [ {{{{retries}}}} = 0 ] && exit 1; while [ ! -e {gate} ]; do sleep 0.05; done; echo made > /tmp/x"]
+  outputs: {{parameters: [{{name: made, valueFrom: {{path: /tmp/x}}}}]}}
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_workflow_goes_on_after_its_engine_was_ended(tmp_path: Path, outside: Path, number: signal.Signals) -> None:
+    """What had finished is kept; what was running runs again as the same attempt; the rest follows."""
+    ledger, gate = outside / "ledger", outside / "gate"
+    engine = start(write(tmp_path, RESUMABLE.format(ledger=ledger, gate=gate)), tmp_path, "again")
+    wait_until(lambda: ledger.exists() and "try1" in ledger.read_text())
+    engine.send_signal(number)
+    engine.wait(10)
+    gate.touch()
+    result = local.resume(tmp_path, "again", local.Options(root=tmp_path, display="quiet"))
+    assert result.phase == "Succeeded"
+    lines = ledger.read_text().split()
+    assert sorted(lines) == sorted(["first", "p", "q", "try0", "try1", "try1", "made", "made"])
+    nodes = {n["name"]: n for n in json.loads(result.workflow_json.read_text())["status"]["nodes"].values()}
+    assert nodes["again[1].dag.flaky"]["phase"] == "Succeeded"
+    assert [nodes[f"again[1].dag.flaky({n})"]["phase"] for n in (0, 1)] == ["Failed", "Succeeded"]
+    assert "again[1].dag.flaky(2)" not in nodes
+
+
+def test_a_workflow_is_run_by_one_engine_at_a_time(tmp_path: Path, outside: Path) -> None:
+    gate = outside / "gate"
+    spec = f"entrypoint: main\ntemplates:\n- name: main\n  container: {{image: x, command: [sh, -c], args: ['while [ ! -e {gate} ]; do sleep 0.05; done']}}"
+    path = write(tmp_path, spec)
+    engine = start(path, tmp_path, "shared")
+    wait_until(lambda: (tmp_path / "workflows" / "shared" / "workflow.json").exists())
+    with pytest.raises(ConfigurationError, match="being run by another process"):
+        local.run(local.load(path), local.Options(root=tmp_path, name="shared", display="quiet"))
+    gate.touch()
+    assert engine.wait(20) == 0
+    with pytest.raises(ConfigurationError, match="there is no workflow 'none'"):
+        local.resume(tmp_path, "none", local.Options(root=tmp_path))
+
+
+def test_a_complete_workflow_is_not_run_again(tmp_path: Path, outside: Path) -> None:
+    ledger = outside / "ledger"
+    path = write(
+        tmp_path,
+        f"entrypoint: main\ntemplates:\n- name: main\n  container: {{image: x, command: [sh, -c], args: ['echo x >> {ledger}; exit 3']}}",
+    )
+    first = run(path, tmp_path, name="done")
+    again = local.resume(tmp_path, "done", local.Options(root=tmp_path, display="quiet"))
+    assert (again.phase, again.exit_code) == (first.result.phase, first.result.exit_code) == ("Failed", 75)
+    assert ledger.read_text() == "x\n"
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 0), ("1", 75), ("64", 64), ("65", 65), ("76", 76), ("137", 75)])
+def test_the_exit_code_is_that_of_the_step_that_failed(tmp_path: Path, code: str, expected: int) -> None:
+    spec = "entrypoint: main\ntemplates:\n- name: main\n  steps:\n  - - {name: fine, template: end}\n  - - {name: s, template: end, arguments: {parameters: [{name: code, value: '%s'}]}}\n"
+    assert run(write(tmp_path, spec % code, END), tmp_path).result.exit_code == expected
+
+
+def test_a_step_that_waits_for_what_never_comes_ends_the_workflow(tmp_path: Path) -> None:
+    spec = """
+    entrypoint: main
+    templates:
+    - name: main
+      steps:
+      - - {name: fails, template: fails, continueOn: {failed: true}}
+      - - {name: next, template: end, arguments: {parameters: [{name: code, value: "{{steps.fails.outputs.parameters.x}}"}]}}
+    - name: fails
+      container: {image: x, command: [sh, -c], args: ["exit 1"]}
+      outputs: {parameters: [{name: x, valueFrom: {path: /tmp/never}}]}
+    """
+    found = run(write(tmp_path, spec, END), tmp_path)
+    assert found.result.phase == "Error"
+    assert "{{steps.fails.outputs.parameters.x}}" in found.workflow["status"]["message"]

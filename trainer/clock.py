@@ -37,12 +37,12 @@ class ComputeClock:
             self._seconds += time.monotonic() - self._began
 
     def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def take(self) -> float:
         """Seconds since the last call. On a GPU the work must have been waited for."""
-        seconds = self._seconds + sum(began.elapsed_time(ended) for began, ended in self._pairs) / 1000
+        seconds: float = self._seconds + sum(began.elapsed_time(ended) for began, ended in self._pairs) / 1000
         self._seconds, self._pairs = 0.0, []
         return seconds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tier_world import ForkServerProcess, Run
-from whole_run import Trainer
+from whole_run import Trainer, Training
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +38,9 @@ def trainer(prepared: Trainer) -> Iterator[Trainer]:
 
 
 @pytest.fixture(scope="session")
-def clean(prepared: Trainer, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The final weights, moments and steps of two ranks that nothing happened to."""
+def clean(prepared: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A run of two ranks that nothing happened to."""
     root = tmp_path_factory.mktemp("clean")
     training = prepared.run(root, recovery="none", checkpoint_mode="sync", snapshot_interval_steps=0)
     training.check_samples()
-    return training.digest()
+    return training

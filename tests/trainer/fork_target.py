@@ -32,5 +32,5 @@ def end() -> int:
 
 def show() -> int:
     """What a program sees of its surroundings."""
-    print(os.getcwd(), os.environ["COLOUR"], sys.argv[1:], os.environ.get("FORK_TEST_SERVER", "none"), flush=True)
+    print(Path.cwd(), os.environ["COLOUR"], sys.argv[1:], os.environ.get("FORK_TEST_SERVER", "none"), flush=True)
     return 0

@@ -10,21 +10,10 @@ from whole_run import Trainer, Training
 pytestmark = pytest.mark.timeout(1800)
 
 
-def check(training: Training, clean: str, faults: int) -> None:
-    """What holds after any number of faults."""
-    assert training.digest() == clean
-    training.check_samples()
-    analysis = training.analysis
-    assert len(training.events("fault_injected")) == faults
-    assert len(analysis.faults) == faults, analysis.faults
-    assert analysis.committed_steps_lost == 0
-    assert (analysis.data_continuity.repeated, analysis.data_continuity.skipped) == (0, 0)
-
-
-def test_combined_survives_every_kind_of_fault_on_every_rank(trainer: Trainer, clean: str, tmp_path: Path) -> None:
+def test_combined_survives_every_kind_of_fault_on_every_rank(trainer: Trainer, clean: Training, tmp_path: Path) -> None:
     kinds = "exception,hang,sigkill,oom,node,hang"
     training = trainer.run(tmp_path, recovery="combined", fault_count=6, fault_kinds=kinds, fault_ranks="0,1,0,1,0,0")
-    check(training, clean, faults=6)
+    training.check_against(clean, faults=6)
     by_kind = {fault.kind: fault for fault in training.analysis.faults}
     assert by_kind["exception"].recovered_by == "in_process"
     assert by_kind["oom"].recovered_by == "in_process"
@@ -34,27 +23,27 @@ def test_combined_survives_every_kind_of_fault_on_every_rank(trainer: Trainer, c
         assert by_kind[kind].lost_steps <= 1, by_kind[kind]  # the snapshot interval
 
 
-def test_in_process_alone(trainer: Trainer, clean: str, tmp_path: Path) -> None:
+def test_in_process_alone(trainer: Trainer, clean: Training, tmp_path: Path) -> None:
     training = trainer.run(
         tmp_path, recovery="in-process", checkpoint_mode="sync", snapshot_interval_steps=0, fault_count=4,
         fault_kinds="exception,sigkill", fault_ranks="0,0,1,1",
     )  # fmt: skip
-    check(training, clean, faults=4)
+    training.check_against(clean, faults=4)
     assert [fault.recovered_by for fault in training.analysis.faults] == ["in_process", "pod", "in_process", "pod"]
 
 
-def test_in_job_alone(trainer: Trainer, clean: str, tmp_path: Path) -> None:
+def test_in_job_alone(trainer: Trainer, clean: Training, tmp_path: Path) -> None:
     training = trainer.run(
         tmp_path, recovery="in-job", snapshot_interval_steps=2, fault_count=4, fault_kinds="exception,sigkill", fault_ranks="0,1,1,0"
     )  # fmt: skip
-    check(training, clean, faults=4)
+    training.check_against(clean, faults=4)
     assert {fault.recovered_by for fault in training.analysis.faults} == {"in_job"}
     assert all(fault.lost_steps <= 2 for fault in training.analysis.faults)
 
 
-def test_the_baseline_without_recovery(trainer: Trainer, clean: str, tmp_path: Path) -> None:
+def test_the_baseline_without_recovery(trainer: Trainer, clean: Training, tmp_path: Path) -> None:
     training = trainer.run(
         tmp_path, recovery="none", snapshot_interval_steps=0, fault_count=2, fault_kinds="exception,sigkill", fault_ranks="1,0"
     )  # fmt: skip
-    check(training, clean, faults=2)
+    training.check_against(clean, faults=2)
     assert {fault.recovered_by for fault in training.analysis.faults} == {"pod"}

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.parametrize("recovery", ["combined", "none"])
-def test_a_stopped_run_goes_on_where_it_stopped(trainer: Trainer, clean: str, tmp_path: Path, recovery: str) -> None:
+def test_a_stopped_run_goes_on_where_it_stopped(trainer: Trainer, clean: Training, tmp_path: Path, recovery: str) -> None:
     values = {"recovery": recovery, "max_steps": 24, "checkpoint_interval_steps": 1000, "snapshot_interval_steps": 0}
     first = trainer.start(tmp_path, **values)
     first.until(lambda: first.step() >= 4, "four steps are done")
@@ -29,7 +29,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(trainer: Trainer, clean: str, tm
     assert len(first.events("process_start")) == 2, "the launcher started workers again that had stopped as asked"
     second = trainer.run(tmp_path, **values)
     assert {event.data["step"] for event in second.events("loaded") if event.attempt == 2} == {stopped}
-    assert second.digest() == clean
+    assert second.digest() == clean.digest()
     second.check_samples()
     assert second.analysis.restarts.workflow == 1
     third = trainer.run(tmp_path, **values)  # there is nothing left to do
@@ -79,7 +79,7 @@ def test_a_fault_that_comes_again_for_ever_ends_the_run(
     with recurring(training):
         assert training.wait() == 76, training.describe()
     assert "2 restarts in a row got no further" in training.output
-    entries = [event for event in training.events("fault_injected")]
+    entries = list(training.events("fault_injected"))
     assert len(entries) == 3, "the first, one restart that counts as progress, and two that do not, the last of which ends it"
     assert [getattr(event, layer) for event in entries] == [0, 1, 2]
 

@@ -137,6 +137,24 @@ class Training:
         """Of everything in a checkpoint (default: of the last step), read without any of our code."""
         return digest(self.paths.checkpoint(step or self.config.max_steps))
 
+    def last(self) -> tuple[object, object]:
+        """Loss and gradient norm of the last step, to the last bit."""
+        (*_, event) = (event for event in self.events("step_end") if event.data["step"] == self.config.max_steps)
+        return event.data["loss"], event.data["grad_norm"]
+
+    def check_against(self, clean: Training, faults: int) -> None:
+        """What holds after any number of faults, compared with a run without."""
+        fired = self.events("fault_injected")
+        assert len(fired) == faults, fired
+        assert self.last() == clean.last()
+        if self.config.checkpoint_mode != "off":
+            assert self.digest() == clean.digest(), "the final weights, moments or steps differ"
+        self.check_samples()
+        analysis = self.analysis
+        assert len(analysis.faults) == faults, analysis.faults
+        assert analysis.committed_steps_lost == 0
+        assert (analysis.data_continuity.repeated, analysis.data_continuity.skipped) == (0, 0)
+
     def check_samples(self) -> None:
         """No sample of the committed trajectory is repeated or skipped, by the events alone."""
         samples = TokenDataset(Path(self.record.dataset), self.config.sequence_length).samples

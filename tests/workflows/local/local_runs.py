@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from local_outcomes import Outcome, of_workflow
+
 from workflows import local
 
 PROJECT = Path(__file__).resolve().parents[3]

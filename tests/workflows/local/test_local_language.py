@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from workflows.local.language import jsonpath
 from workflows.local.language.exprlang import evaluate, evaluate_bool
 from workflows.local.language.exprsyntax import ExpressionError
@@ -157,6 +158,9 @@ def test_json_path_selects_values_and_lists() -> None:
     assert jsonpath.query("$.a[*].n", document) == [1.0, 2.0]
     assert jsonpath.query("$..n", document) == [1.0, 2.0]
     assert jsonpath.query("$.a[?(@.n > 1)].x", document) == ["q"]
+    assert jsonpath.query("$.a[?(@.n > 0 && @.n < 2)].x", document) == ["p"]
+    assert jsonpath.query("$.a[?(@.x == 'q' || @['n'] == 1)].n", document) == [1.0, 2.0]
+    assert jsonpath.query("$.a[?(@.none)].n", document) == []
     for wrong in ("a", "$.none", "$.a[9]", "$.b["):
         with pytest.raises(ValueError):
             jsonpath.query(wrong, document)

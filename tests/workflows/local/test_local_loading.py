@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from local_runs import END, HEAD, run, write
+
 from trainer.errors import ConfigurationError
 from workflows import local
 

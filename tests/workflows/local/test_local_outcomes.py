@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from local_outcomes import Outcome, differences, of_workflow
 from local_runs import PROJECT
+
 from workflows import local
 
 DATA = Path(__file__).with_name("data")

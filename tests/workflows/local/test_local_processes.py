@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from local_runs import END, processes_with, run, start, wait_until, write
+
 from trainer.errors import ConfigurationError
 from workflows import local
 

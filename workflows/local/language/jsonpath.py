@@ -1,4 +1,4 @@
-"""JSONPath as far as workflows use it: ``$.a.b``, ``['a']``, ``[0]``, ``[-1:]``, ``[*]``, ``..a``, ``[0,2]``, ``[?(@.a > 1)]``."""
+"""JSONPath as far as workflows use it: ``$.a.b``, ``['a']``, ``[0]``, ``[-1:]``, ``[*]``, ``..a``, ``[0,2]``, ``[?(@.a > 1 && @.b)]``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import re
 from typing import Any
 
+from workflows.local.language.exprlang import evaluate
+from workflows.local.language.exprsyntax import ExpressionError
+
 _STEP = re.compile(
-    r"""\.\.(?P<deep>[A-Za-z_][\w-]*|\*)|\.(?P<name>[A-Za-z_][\w-]*|\*)|\[(?P<inside>(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]'"])+)\]""",
+    r"""\.\.(?P<deep>[A-Za-z_][\w-]*|\*)|\.(?P<name>[A-Za-z_][\w-]*|\*)|\[(?P<inside>(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^\]]*\]|[^\]'"\[])+)\]""",
     re.VERBOSE,
 )
-_CONDITION = re.compile(r"^\?\(\s*@(?P<path>[^\s=!<>)]*)\s*(?:(?P<operator>==|!=|<=|>=|<|>)\s*(?P<value>.+?))?\s*\)$")
+_AT = re.compile(r"""@((?:\.[A-Za-z_][\w-]*|\[(?:\d+|'[^']*'|"[^"]*")\])*)""")
 
 
 def parse_document(text: str) -> Any:
@@ -80,23 +83,19 @@ def _descendants(item: Any) -> list[Any]:
 
 
 def _holds(condition: str, item: Any) -> bool:
-    match = _CONDITION.match(condition)
-    if match is None:
-        raise ValueError(f"invalid JSONPath filter '{condition}': only ?(@.path OPERATOR value) is implemented")
+    """Whether ``?(...)`` holds: comparisons of ``@`` paths with ``&&``, ``||``, ``!`` and parentheses; a bare path must exist."""
+
+    def at(path: str) -> Any:
+        try:
+            return query("$" + path, item)
+        except ValueError:
+            return None
+
+    text = condition.removeprefix("?").strip().removeprefix("(").removesuffix(")")
+    text = re.sub(r"=~\s*/((?:[^/\\]|\\.)*)/", lambda match: f"matches {json.dumps(match.group(1))}", text)
+    text = _AT.sub(lambda match: f"at({json.dumps(match.group(1))})", text)
     try:
-        value = query("$" + match.group("path"), item)
-    except ValueError:
+        value = evaluate(text, {"at": at})
+    except ExpressionError:
         return False
-    if match.group("operator") is None:
-        return True
-    text = match.group("value").strip()
-    wanted = text[1:-1] if text[0] in "'\"" else json.loads(text, parse_int=float)
-    if match.group("operator") in ("==", "!="):
-        return bool((value == wanted) is (match.group("operator") == "=="))
-    if type(value) is not type(wanted):
-        return False
-    return bool(
-        {"<": value < wanted, "<=": value <= wanted, ">": value > wanted, ">=": value >= wanted}[
-            match.group("operator")
-        ]
-    )
+    return value is not None and value is not False

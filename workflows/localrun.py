@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     if args.parameters and not args.file:
         raise ConfigurationError("-p sets a parameter of --file; the pipeline's parameters are flags (see --help)")
     if args.resume:
-        return local.resume(options.root, args.resume, replace(options, environment=_environment())).exit_code
+        return local.resume(options.root, args.resume, _for_pipeline(options)).exit_code
     if args.file:
         return run_file(args.file, dict(_pairs(args.parameters, "-p")), options)
     return run_pipeline(args.pipeline, resolve(from_namespace(args), chosen="launcher" in args), options)
@@ -98,7 +98,7 @@ def run_pipeline(pipeline: str, config: RunConfig, options: local.Options) -> in
         name = _workflow_name(config)
         file = paths.compiled_workflow(config.root, name)
         write_whole(file, _compiled(pipeline).encode())
-        result = local.run(local.load(file, arguments(config)), _for_pipeline(options, name, config.root))
+        result = local.run(local.load(file, arguments(config)), _for_pipeline(replace(options, name=name)))
     failed = f"failed with exit code {result.exit_code}; each step's words are beside {result.workflow_json}"
     _say(failed if result.exit_code else "", read_report(run), run, options)
     return result.exit_code
@@ -199,18 +199,16 @@ def _workflow_name(config: RunConfig) -> str:
     return f"{config.run_id}-{number}"
 
 
-def _for_pipeline(options: local.Options, name: str, root: Path) -> local.Options:
+def _for_pipeline(options: local.Options) -> local.Options:
+    """``options`` with what the pipelines need: the root in place of the claim, and this project, installed or not."""
     from steps.cluster import CLAIM
 
-    return replace(options, volumes={CLAIM: root} | dict(options.volumes), name=name, environment=_environment())
-
-
-def _environment() -> dict[str, str]:
-    """What the steps need beyond what the engine gives every process: this project, installed or not."""
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), environment.variable("PYTHONPATH")))),
-        "PYTHONUNBUFFERED": "1",
-    }
+    search = os.pathsep.join(filter(None, (str(PROJECT), environment.variable("PYTHONPATH"))))
+    return replace(
+        options,
+        volumes={CLAIM: options.root} | dict(options.volumes),
+        environment={"PYTHONPATH": search, "PYTHONUNBUFFERED": "1"},
+    )
 
 
 def _pairs(items: list[str], what: str) -> list[tuple[str, str]]:

@@ -183,8 +183,10 @@ class DagBody:
     def _start(self, name: str, node: Node | None) -> None:
         """Resolve the task's references, expand its loop, execute it."""
         task = self.tasks[name]
-        if node is not None and not task.expands:
-            self._execute_one(name, task)
+        if node is not None and not task.expands and node.name in self.op.executions:
+            self._execute_one(
+                name, task
+            )  # its arguments were replaced when it began; after a resume they must be again
             return
         try:
             resolved = self._resolve(task)

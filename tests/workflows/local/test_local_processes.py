@@ -122,6 +122,42 @@ def test_a_workflow_goes_on_after_its_engine_was_ended(tmp_path: Path, outside: 
     assert "again[1].dag.flaky(2)" not in nodes
 
 
+HANDED_ON = """
+entrypoint: main
+templates:
+- name: main
+  dag:
+    tasks:
+    - {{name: make, template: make}}
+    - name: use
+      template: use
+      depends: make
+      arguments: {{parameters: [{{name: made, value: "{{{{tasks.make.outputs.parameters.made}}}}"}}]}}
+- name: make
+  container: {{image: x, command: [sh, -c], args: ["echo something > /tmp/x"]}}
+  outputs: {{parameters: [{{name: made, valueFrom: {{path: /tmp/x}}}}]}}
+- name: use
+  inputs: {{parameters: [{{name: made}}]}}
+  retryStrategy: {{limit: 2}}
+  container:
+    image: x
+    command: [sh, -c]
+    args: ["echo '{{{{inputs.parameters.made}}}}' >> {ledger}; while [ ! -e {gate} ]; do sleep 0.05; done"]
+"""
+
+
+def test_what_was_running_gets_the_same_arguments_again(tmp_path: Path, outside: Path) -> None:
+    ledger, gate = outside / "ledger", outside / "gate"
+    engine = start(write(tmp_path, HANDED_ON.format(ledger=ledger, gate=gate)), tmp_path, "handed")
+    wait_until(lambda: ledger.exists() and "something" in ledger.read_text())
+    engine.kill()
+    engine.wait(10)
+    gate.touch()
+    result = local.resume(tmp_path, "handed", local.Options(root=tmp_path, display="quiet"))
+    assert result.phase == "Succeeded"
+    assert ledger.read_text().split() == ["something", "something"]
+
+
 def test_a_workflow_is_run_by_one_engine_at_a_time(tmp_path: Path, outside: Path) -> None:
     gate = outside / "gate"
     spec = f"entrypoint: main\ntemplates:\n- name: main\n  container: {{image: x, command: [sh, -c], args: ['while [ ! -e {gate} ]; do sleep 0.05; done']}}"

@@ -1,0 +1,27 @@
+"""Every recovery mode with every checkpoint mode, with and without snapshots, through every kind of fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from whole_run import Trainer, Training
+
+SNAPSHOTTED = ("exception", "sigkill", "oom")
+
+
+@pytest.mark.parametrize("snapshots", [0, 1])
+@pytest.mark.parametrize("mode", ["off", "sync", "async"])
+@pytest.mark.parametrize("recovery", ["none", "in-process", "in-job", "combined"])
+def test_every_composition_ends_with_the_same_weights(
+    trainer: Trainer, clean: Training, tmp_path: Path, recovery: str, mode: str, snapshots: int
+) -> None:
+    training = trainer.run(
+        tmp_path, recovery=recovery, checkpoint_mode=mode, snapshot_interval_steps=snapshots, deadline=300, max_restarts=20,
+        fault_count=7, fault_kinds="exception,hang,sigkill,oom,node,exception,hang", fault_ranks="0,1,1,0,1,1,0",
+    )  # fmt: skip
+    training.check_against(clean, faults=7)
+    if snapshots:
+        for fault in training.analysis.faults:
+            if fault.kind in SNAPSHOTTED:
+                assert fault.lost_steps <= snapshots, fault

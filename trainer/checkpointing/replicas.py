@@ -97,11 +97,14 @@ def fetch(paths: RunPaths, attempt: int, node: int, rank: int, name: Name, targe
     """Bring a replica from ``node`` to ``target``, a generation of this rank's own. Its header says whether it is whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.part")
-    with connect(paths, attempt, node) as connection, partial.open("wb") as file:
-        connection.sendall(f"get {rank} {name[0]} {name[1]}\n".encode())
-        while block := connection.recv(BLOCK):
-            file.write(block)
-    partial.rename(target)
+    try:
+        with connect(paths, attempt, node) as connection, partial.open("wb") as file:
+            connection.sendall(f"get {rank} {name[0]} {name[1]}\n".encode())
+            while block := connection.recv(BLOCK):
+                file.write(block)
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Replicator:

@@ -268,9 +268,9 @@ class SnapshotTier:
         self._tidy()
         path = next(path for path in map(self._path, range(GENERATIONS)) if path != self._kept)
         header = self._header(completed.step)
-        if self._slot.replicator is not None:
-            self._slot.replicator.release(path)
         with self._watch.phase(self._watch.limits.save):
+            if self._slot.replicator is not None:
+                self._slot.replicator.release(path)
             try:
                 buffer = self._slot.open(path, self._size, pin=self._pin)
                 write_header(path, {})

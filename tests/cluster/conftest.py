@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.cluster)
             if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(900))
+                item.add_marker(pytest.mark.timeout(900 * cluster_support.PATIENCE))
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,13 @@ def test_a_signal_is_passed_on_and_tells_the_stubs_end(start: Start, tmp_path: P
     wait_until(lambda: not fork.is_running(), "the worker is gone")
 
 
+def test_a_stopped_worker_can_be_ended(start: Start, tmp_path: Path) -> None:
+    stub = start("idle", str(tmp_path / "pid"))
+    worker(tmp_path / "pid").suspend()
+    stub.terminate()
+    assert stub.wait(10) == -signal.SIGTERM
+
+
 def test_a_killed_stub_takes_its_worker_along(start: Start, tmp_path: Path) -> None:
     stub = start("idle", str(tmp_path / "pid"))
     fork = worker(tmp_path / "pid")

@@ -182,6 +182,8 @@ class ForkServer:
                 self._events.emit("worker_stop", local_rank=child.local_rank, signal=number)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, number)
+                if number == signal.SIGTERM:  # a stopped process would keep its launcher waiting for half a minute
+                    os.kill(child.pid, signal.SIGCONT)
 
     def _kill(self, child: Child) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -184,21 +184,22 @@ class DagBody:
         """Resolve the task's references, expand its loop, execute it."""
         task = self.tasks[name]
         if node is not None and not task.expands and node.name in self.op.executions:
-            self._execute_one(
-                name, task
-            )  # its arguments were replaced when it began; after a resume they must be again
+            self._execute_one(name, task)  # its arguments were replaced when it began; after a resume they must be again
             return
         try:
             resolved = self._resolve(task)
-            scope = self._scope(task.name, None)
-            calls = expand(resolved, {**self.op.state.globals, **scope})
         except TagError as error:
             if error.missing:
                 self.op.reasons[self._task_node_name(name)] = str(error)
                 raise Blocked from None
             self._skip(name, "Error", str(error))
             return
-        except (TemplateError, LoopError, WhenError) as error:
+        except (TemplateError, WhenError) as error:
+            self._skip(name, "Error", str(error))
+            return
+        try:
+            calls = expand(resolved, {**self.op.state.globals, **self._scope(name)})
+        except (TemplateError, LoopError, TagError) as error:
             self._skip(name, "Error", str(error))
             return
         if not task.expands:
@@ -225,7 +226,7 @@ class DagBody:
         op = self.op
         raw = self.execution.substitute(task.raw, op.state.globals)
         hooks = {key: raw.pop(key) for key in ("hooks",) if key in raw}
-        substitution = Substitution({**op.state.globals, **self._scope(task.name, raw)}, ("tasks", "steps"))
+        substitution = Substitution({**op.state.globals, **self._scope(task.name)}, ("tasks", "steps"))
         if raw.get("when"):
             when = substitution.apply(raw["when"])
             try:
@@ -335,7 +336,7 @@ class DagBody:
     def _run_hooks(self, task: Call, node: Node) -> bool:
         if not task.running_hooks:
             return True
-        scope = self._scope(task.name, None) | {f"tasks.{task.name}.status": node.phase}
+        scope = self._scope(task.name) | {f"tasks.{task.name}.status": node.phase}
         hooks = self._substituted(task).running_hooks
         return self.op.hooks.run_conditional(
             hooks, node, scope, self._inner, f"tasks.{task.name}", self.execution, task.name
@@ -344,7 +345,7 @@ class DagBody:
     def _run_exit(self, task: Call, node: Node, key: str) -> bool:
         if not (task.raw.get("onExit") or "exit" in task.hooks):
             return True
-        scope = self._scope(task.name, None) | {f"tasks.{task.name}.status": node.phase}
+        scope = self._scope(task.name) | {f"tasks.{task.name}.status": node.phase}
         hook = self._substituted(task).exit_hook(self.op.state.spec.get("arguments") or {})
         try:
             return self.op.hooks.run_exit(hook, node, scope, self._inner, f"tasks.{task.name}", self.execution, key)
@@ -363,7 +364,7 @@ class DagBody:
             if self.waiting[dependent] == 0:
                 self._enqueue(dependent)
 
-    def _scope(self, name: str, raw: object) -> dict[str, str]:
+    def _scope(self, name: str) -> dict[str, str]:
         """What a task sees: the DAG's inputs, global outputs, and of its ancestors those that it mentions."""
         scope = self.execution.scope_of_inputs()
         scope |= {f"workflow.outputs.parameters.{o['name']}": o.get("value") or "" for o in self.op.state.outputs}

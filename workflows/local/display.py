@@ -26,6 +26,7 @@ _MARKS = {
     "Pending": ("◷", "yellow"),
 }
 _HIDDEN = frozenset({"StepGroup"})
+_GROUPS = frozenset({"DAG", "Steps"})
 
 
 class Display(Protocol):
@@ -254,15 +255,22 @@ class LiveTree:
         root = Tree(
             Text.assemble((state.name, "bold"), f"  {state.phase or 'Pending'}  {elapsed:.0f} s  {state.progress()}")
         )
-        branches = {"": root}
-        nodes = [node for node in state.nodes if node.type not in _HIDDEN]
+        branches = {"": root, state.name: root}
+        nodes = [
+            node
+            for node in state.nodes
+            if node.type not in _HIDDEN and (node.name != state.name or node.type not in _GROUPS)
+        ]
+        retries = {
+            child: node for node in nodes if node.type == "Retry" for child in node.children if len(node.children) > 1
+        }
+        nodes = [node for node in nodes if not node.retried or node.id in retries]
         shown = (
             nodes if len(nodes) <= _SHOWN else [n for n in nodes if n.phase in ("Running", "Failed", "Error")][:_SHOWN]
         )
         for node in shown:
-            if node.type == "Retry" and node.phase == "Running":
-                pass
-            above = branches.get(node.boundary_id, root)
+            retry = retries.get(node.id)
+            above = branches.get(retry.id if retry is not None else node.boundary_id, root)
             branches[node.id] = above.add(self._line(node, state))
         if len(shown) < len(nodes):
             root.add(Text(f"... and {len(nodes) - len(shown)} more", style="dim"))
@@ -276,17 +284,16 @@ class LiveTree:
         text = Text.assemble(
             (mark, colour), f" {node.display_name}", (f"  {node.phase}", colour), f"  {end - node.started:.1f} s"
         )
-        if node.type == "Retry" and len(node.children) > 1:
-            text.append(
-                f"  attempt {len([c for c in node.children if c in state.nodes.by_id and state.nodes.by_id[c].retried])}",
-                "yellow",
-            )
-        if node.phase == "Running" and node.type == "Pod":
-            text.append(
-                "  "
-                + (describe_training(self._training(node.id)) or (node.progress if node.progress != "0/1" else "")),
-                "bold",
-            )
+        attempts = (
+            [state.nodes.by_id[c] for c in node.children if c in state.nodes.by_id] if node.type == "Retry" else []
+        )
+        attempts = [attempt for attempt in attempts if attempt.retried]
+        if len(attempts) > 1:
+            text.append(f"  attempt {len(attempts)}", "yellow")
+        pod = attempts[-1] if attempts else node
+        if pod.phase == "Running" and pod.type == "Pod":
+            own = pod.progress if pod.progress != "0/1" else ""
+            text.append("  " + (describe_training(self._training(pod.id)) or own), "bold")
         if node.message:
             text.append(f"  {node.message}", "dim")
         return text

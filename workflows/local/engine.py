@@ -34,6 +34,8 @@ from workflows.local.state import WorkflowState
 from workflows.local.store import LOCK_PATIENCE, Store
 from workflows.local.suspension import Suspensions
 
+_FRAMES = 20_000
+"""Python frames allowed: templates within templates, a hundred deep, take about ten each."""
 STOP_GRACE = 3.0
 """Seconds that tasks get between SIGTERM and SIGKILL when the engine itself is told to stop."""
 
@@ -248,6 +250,7 @@ class Engine:
         if self.plan.ignored:
             self.display.note(f"ignored here, a cluster's concern: {_summary(self.plan.ignored)}")
         try:
+            sys.setrecursionlimit(max(sys.getrecursionlimit(), _FRAMES))
             with self._signals() as wake:
                 self.runner.selector.register(wake, 1, "wake")
                 self.suspensions.listen(self.runner.selector)
@@ -264,13 +267,11 @@ class Engine:
         return Result(self.state.phase, self._exit_code(), self.store.workflow_json)
 
     def _turn(self) -> None:
-        if not self.runner.stopping:
-            self.suspensions.hold_back()
-            if not self.suspensions.whole_workflow:
-                self.operator.operate()
-        self.runner.start_queued()
-        if not self.runner.stopping:
+        self.suspensions.hold_back()
+        if not self.runner.stopping and not self.suspensions.whole_workflow:
             self.operator.operate()
+            self.runner.start_queued()
+            self.operator.operate()  # what could not be started has ended already
         if self._is_stuck():
             self.operator.give_up()
         self.store.flush(self.state)

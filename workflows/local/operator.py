@@ -49,6 +49,7 @@ class Operator(NodeKeeper):
         self.retries = Retries(self)
         self.executions: dict[str, Execution] = {}
         self.depth = 0
+        self._begun = False
         self._timers: list[tuple[float, int, Execution | None]] = []
         self._counter = itertools.count()
         self._deferred: list[Execution] = []
@@ -122,6 +123,8 @@ class Operator(NodeKeeper):
         """Bring the workflow as far as it gets without waiting."""
         if self.state.phase == "":
             self.state.mark("Running")
+        if not self._begun:
+            self._begun = True
             if self.state.deadline is not None:
                 self.wake(self.state.deadline + 0.01)
         self.fire_timers()
@@ -234,6 +237,9 @@ class Operator(NodeKeeper):
         self.depth += 1
         try:
             return self._execute(execution)
+        except Blocked:
+            execution.dirty = True
+            raise
         finally:
             self.depth -= 1
 

@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from workflows.local.execution import Execution, TemplateError, prepare_attempt
+from workflows.local.execution import Blocked, Execution, TemplateError, prepare_attempt
 from workflows.local.language.exprlang import evaluate_bool
 from workflows.local.language.exprsyntax import ExpressionError
 from workflows.local.language.tags import environment
@@ -94,6 +94,9 @@ class Retries:
         op.depth += 1
         try:
             return op.run(attempt)
+        except Blocked:
+            attempt.dirty = True
+            raise
         except TemplateError:
             strategy = op.retry_of(execution)
             if strategy is None or strategy.policy == "OnFailure":

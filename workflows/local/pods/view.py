@@ -13,7 +13,7 @@ from typing import Any
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
-_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_SLAVE = 1, 32, 4096, 16384, 1 << 19
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
@@ -33,7 +33,7 @@ def enter_namespace() -> None:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with contextlib.suppress(FileNotFoundError), open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("none", "/", None, _MS_REC | _MS_SLAVE)
 
 
 class View:

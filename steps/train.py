@@ -9,6 +9,7 @@ waits, and ends with a code of the contract.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -26,7 +27,7 @@ from steps import progress
 from steps.launcher import Launch, Launcher, NodeLost
 from trainer import environment
 from trainer.config import TRAJECTORY_FIELDS, OneLineParser, RunConfig, add_flags, flag, from_namespace
-from trainer.errors import ConfigurationError, ExitCode, UnavailableError, exit_with
+from trainer.errors import ConfigurationError, DeniedError, ExitCode, UnavailableError, exit_with
 from trainer.events import EventLog
 from trainer.paths import MANIFEST, RunPaths
 from trainer.progress import read_entries, read_now
@@ -83,8 +84,12 @@ def check_snapshots(config: RunConfig, vocabulary_size: int) -> None:
 def take(paths: RunPaths, *, in_cluster: bool = False) -> int:
     """Hold the run's lock for the life of this process. When another supervisor does: ``ConfigurationError``, but in a
     cluster ``UnavailableError``, which is tried again: it is our own predecessor, on a node that stopped answering."""
-    paths.run.mkdir(parents=True, exist_ok=True)
-    fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        paths.run.mkdir(parents=True, exist_ok=True)
+        fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        kind = DeniedError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else UnavailableError
+        raise kind(f"--root {paths.root} cannot be written: {error.strerror}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

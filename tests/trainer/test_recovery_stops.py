@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -92,6 +93,16 @@ def test_memory_that_is_too_small_is_refused_before_the_run(trainer: Trainer, tm
     assert training.events() == []
 
 
-def test_a_root_that_cannot_be_written_is_refused_before_the_run(trainer: Trainer, tmp_path: Path) -> None:
+def test_memory_that_is_not_there_is_refused_before_the_run(trainer: Trainer, tmp_path: Path) -> None:
     training = trainer.run(tmp_path, code=64, snapshot_root="/nowhere")
     assert "--snapshot-root /nowhere" in training.output and training.output.count("\n") == 1
+
+
+@root_only
+def test_a_root_that_cannot_be_written_is_refused_before_the_run(trainer: Trainer, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=8m"):
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True, timeout=10)
+        training = trainer.start(tmp_path, root=tmp_path / "disk")
+        assert training.wait() == 77, training.output
+    assert training.output.startswith("error: --root") and "Read-only file system" in training.output
+    assert training.output.count("\n") == 1

@@ -84,7 +84,8 @@ def test_an_interrupted_run_stops_whole_and_goes_on_to_the_same_weights(root: Pa
     process = started(root, "interrupted", *TINY, "--recovery=in-job")
     wait_for_commit(root, "interrupted", 20)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) != 0
+    process.communicate(timeout=60)
+    assert process.returncode != 0
     deadline = time.monotonic() + 5
     while left := using(root):
         assert time.monotonic() < deadline, f"processes of the run are left: {left}"
@@ -101,10 +102,10 @@ def test_two_at_once_under_one_id_are_refused(root: Path) -> None:
         wait_for_commit(root, "twice", 10)
         done = local(root, "twice", *TINY, "--recovery=none", "--max-steps=2000")
         assert done.code == 64
-        assert "in use" in done.output or "already" in done.output
+        assert "being worked on by another process" in done.output
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.communicate(timeout=60)
 
 
 def test_the_workflow_leaves_its_status_as_argo_would(root: Path, faulted: str) -> None:

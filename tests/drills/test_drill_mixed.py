@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_run import Trainer, Training
+from whole_run import Trainer, Training, heartbeat
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def test_a_long_run_through_many_faults(
     count = faults // 2 if seed == 2 else faults
     training = trainer.run(
         tmp_path, deadline=15 * 60, recovery=recovery, max_steps=120, max_restarts=1000, fault_count=count, fault_kinds=kinds,
-        fault_ranks="all", fault_seed=seed, heartbeat_timeout_seconds=3,
+        fault_ranks="all", fault_seed=seed, heartbeat_timeout_seconds=heartbeat(3),
     )  # fmt: skip
     training.check_against(long_clean, faults=count)
     if recovery == "combined":

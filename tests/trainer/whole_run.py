@@ -30,15 +30,25 @@ DEADLINE = 120.0
 """Seconds that a run may take on an idle machine; beyond them it hangs, which is what no run ever does."""
 
 
+HEARTBEAT = 5.0
+"""Seconds after which a rank is hung, on an idle machine; on a busy one a healthy rank may need longer for a step."""
+LONGEST_HEARTBEAT = 60.0
+
+
 def patience(seconds: float) -> float:
     """``seconds`` of an idle machine in seconds of this one, which may be busy with other things."""
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+def heartbeat(seconds: float = HEARTBEAT) -> float:
+    """A ``heartbeat_timeout_seconds`` that takes no healthy rank of this machine for a hung one."""
+    return round(min(LONGEST_HEARTBEAT, patience(seconds)), 1)
+
+
 DEFAULTS: dict[str, object] = {
     "gpus_per_node": 2, "max_steps": 24, "warmup_steps": 4, "sequence_length": 32, "global_batch_size": 8, "micro_batch_size": 2,
-    "checkpoint_interval_steps": 6, "snapshot_interval_steps": 1, "heartbeat_timeout_seconds": 5, "launcher": "local",
-    "fault_first_step": 3, "save_timeout_seconds": 30, "grace_seconds": 20,
+    "checkpoint_interval_steps": 6, "snapshot_interval_steps": 1, "launcher": "local",
+    "fault_first_step": 3, "grace_seconds": 20,
 }  # fmt: skip
 
 
@@ -212,7 +222,8 @@ class Trainer:
     def start(self, root: Path, run_id: str = "drill", **values: object) -> Training:
         """A supervisor in a session of its own; its snapshots are under ``root`` unless said otherwise."""
         root.mkdir(parents=True, exist_ok=True)
-        chosen = DEFAULTS | {"root": root, "run_id": run_id, "snapshot_root": root / "memory"} | values
+        chosen = DEFAULTS | {"root": root, "run_id": run_id, "snapshot_root": root / "memory"}
+        chosen |= {"heartbeat_timeout_seconds": heartbeat(), "save_timeout_seconds": 30 + heartbeat()} | values
         if "snapshot_root" not in values:
             (root / "memory").mkdir(exist_ok=True)
         command = [sys.executable, "-m", "steps.train", "--dataset", str(self.dataset)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from whole_run import Trainer, Training
+from whole_run import Trainer, Training, heartbeat
 
 SNAPSHOTTED = ("exception", "sigkill", "oom")
 BASELINE = "exception,sigkill,oom,node,exception,sigkill,oom"
@@ -35,7 +35,7 @@ def test_a_hang_that_nobody_watches_ends_with_a_collectives_time(
     trainer: Trainer, clean: Training, tmp_path: Path, seed: int
 ) -> None:
     training = trainer.run(
-        tmp_path, recovery="none", deadline=400, startup_timeout_seconds=60, fault_count=1,
+        tmp_path, recovery="none", deadline=400, startup_timeout_seconds=60 + heartbeat(), fault_count=1,
         fault_kinds="hang", fault_ranks="1", fault_seed=seed,
     )  # fmt: skip
     training.check_against(clean, faults=1)

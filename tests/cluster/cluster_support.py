@@ -276,10 +276,27 @@ def versions(api: ApiServer) -> str:
     return f"Kubernetes {server.get('gitVersion', '?')}, {argo or 'argo ?'}"
 
 
-def table(outcomes: list[Outcome], heading: str) -> str:
-    lines = [heading, "", "| drill | what happened | seconds | bound | lost steps |", "|---|---|---|---|---|"]
-    lines += [f"| {o.drill} | {o.happened} | {o.seconds:.0f} | {o.bound:.0f} | {o.lost_steps} |" for o in outcomes]
-    return "\n".join(lines) + "\n"
+HEADING = """# Drills on a real cluster
+
+Made by `make cluster-test` (`HOLDFAST_DRILLS_TABLE` names this file): each line is a real event in the middle of a run of
+the committed pipeline, and fails if it takes longer than its bound. A later run replaces the lines of the drills it ran.
+Seconds are from the submission to the end of the Workflow, release included, unless the line says otherwise.
+
+| drill | what happened | seconds | bound | lost steps | when, where |
+|---|---|---|---|---|---|
+"""
+
+
+def table(before: str, outcomes: list[Outcome], where: str) -> str:
+    """The table with the lines of ``outcomes`` in place of older ones of the same drills."""
+    rows = {
+        line.split("|")[1].strip(): line
+        for line in before.splitlines()
+        if line.startswith("| ") and not line.startswith("| drill")
+    }
+    for o in outcomes:
+        rows[o.drill] = f"| {o.drill} | {o.happened} | {o.seconds:.0f} | {o.bound:.0f} | {o.lost_steps} | {where} |"
+    return HEADING + "\n".join(rows.values()) + "\n"
 
 
 def environment(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -126,10 +125,18 @@ def write_table(cluster: Cluster) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=PROJECT, check=False
     )
-    heading = (
-        "# Drills on a real cluster\n\n"
-        f"{datetime.now(UTC):%Y-%m-%d}, {cluster_support.versions(cluster.api)}, {platform.machine()} with {os.cpu_count()} cores "
-        f"for control plane and nodes together, commit {commit.stdout.strip()}. Made by `make cluster-test`; each line is a "
-        "real event on the committed pipeline, and fails if it takes longer than its bound."
+    where = (
+        f"{datetime.now(UTC):%Y-%m-%d}, {commit.stdout.strip()}, {cluster_support.versions(cluster.api)}, "
+        f"nodes of {nodes(cluster.api)}"
     )
-    Path(path).write_text(cluster_support.table(cluster.outcomes, heading))
+    file = Path(path)
+    before = file.read_text() if file.exists() else ""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(cluster_support.table(before, cluster.outcomes, where))
+
+
+def nodes(api: ApiServer) -> str:
+    """What the cluster's nodes are: "2 x 2 CPUs"."""
+    found = (api.call("list nodes", api.core.list_node) or {}).get("items", [])
+    sizes = sorted(node["status"]["capacity"]["cpu"] for node in found)
+    return ", ".join(f"{sizes.count(size)} x {size} CPUs" for size in dict.fromkeys(sizes))

@@ -24,10 +24,11 @@ import math
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from trainer import environment
 from trainer.errors import DefectError, ExitCode, StoppedError, code_of
@@ -291,7 +292,12 @@ def main() -> int:
     )  # fmt: skip
     events.emit("process_start", spawned_at=env.spawned_at)
     divert_output(paths, env)
-    session: Session | None = None
+    sessions: list[Session] = []
+
+    def leave(error: BaseException) -> NoReturn:
+        """End this process where it stands: the outcome file tells the layer above all it needs."""
+        os._exit(record_outcome(error, paths, env, events, sessions))
+
     try:
         record = RunRecord.read(paths.record)
         if env.rank == 0:
@@ -307,18 +313,30 @@ def main() -> int:
         watch.start()
         meeting = Meeting(env, watch.limits.collective)
         session = Session(env, record, paths, events, watch, meeting)
-        step = build(record.config, watch, events, meeting).run(session.train)
-        code, message = int(ExitCode.DONE), f"finished step {step}"
+        sessions.append(session)
+        build(record.config, watch, events, meeting, leave).run(session.train)
     except BaseException as error:
+        return record_outcome(error, paths, env, events, sessions)
+    return record_outcome(None, paths, env, events, sessions)
+
+
+def record_outcome(
+    error: BaseException | None,
+    paths: RunPaths,
+    env: environment.WorkerEnvironment,
+    events: EventLog,
+    sessions: list[Session],
+) -> int:
+    """Write this worker's outcome file; returns the code to end with."""
+    last = sessions[0].last_step if sessions else -1
+    code, message = int(ExitCode.DONE), f"finished step {last}"
+    if error is not None:
         code, message = outcome_of(error)
         events.emit("fault_detected", layer="in_job", message=message)
-        if code == ExitCode.DEFECT or code == ExitCode.STOPPED:
-            import traceback
-
-            traceback.print_exc()
-    if code not in set(ExitCode):
-        code = 1
-    last = session.last_step if session else -1
+        if code in (ExitCode.DEFECT, ExitCode.STOPPED):
+            traceback.print_exception(error)
+        if code not in set(ExitCode):
+            code = 1
     Outcome(exit_code=code, message=message, step=last, rank=env.rank).write(
         paths.outcome(env.attempt, env.node, env.pod, env.rank)
     )

@@ -15,7 +15,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,8 @@ from trainer.rendezvous import Meeting
 
 INTERVAL = timedelta(seconds=0.1)
 
-
-class Handover(BaseException):
-    """Carries an error with an exit code through the Wrapper, which restarts after any ``Exception``."""
-
-    def __init__(self, error: PipelineError) -> None:
-        super().__init__(str(error))
-        self.error = error
+Leave = Callable[[PipelineError], NoReturn]
+"""Says why this process ends, and ends it."""
 
 
 class AbortCollectives(inprocess.abort.Abort):
@@ -66,11 +61,12 @@ class AbortCollectives(inprocess.abort.Abort):
 class InProcess:
     """The Wrapper with its four timeouts, health checks, retry limits and rank assignment."""
 
-    def __init__(self, config: RunConfig, watch: Watch, events: EventLog, meeting: Meeting) -> None:
+    def __init__(self, config: RunConfig, watch: Watch, events: EventLog, meeting: Meeting, leave: Leave) -> None:
         self._config = config
         self._watch = watch
         self._events = events
         self._meeting = meeting
+        self._leave = leave
 
     def _store(self) -> dict[str, Any]:
         """The Wrapper's store, on a port of its own: rank 0 picks it and tells the others."""
@@ -109,10 +105,7 @@ class InProcess:
             last_call_wait=INTERVAL,
             termination_grace_time=timedelta(seconds=0.2),
         )
-        try:
-            return int(wrapper(self._entry(train))())
-        except Handover as handover:
-            raise handover.error from None
+        return int(wrapper(self._entry(train))())
 
     def _entry(self, train: Train) -> Callable[..., int]:
         watch, events = self._watch, self._events
@@ -122,7 +115,9 @@ class InProcess:
             try:
                 return train(call.iteration)
             except PipelineError as error:
-                raise Handover(error) from error
+                # The Wrapper would restart after it, or wait at a barrier for ranks that may never come. What no restart
+                # can change is for the layer above, and at once.
+                self._leave(error)
             except Exception as error:
                 events.emit("fault_detected", layer="in_process", message=f"{type(error).__name__}: {error}"[:500])
                 raise

@@ -11,6 +11,7 @@ of the file. Random workflows come from ``local_random`` with a fixed seed (``--
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -29,12 +30,17 @@ Raw = dict[str, Any]
 
 
 def kubectl(*arguments: str, text: str = "") -> str:
-    """Run kubectl in Argo's namespace."""
-    command = ["kubectl", "-n", os.environ.get("ARGO_NAMESPACE", "argo"), *arguments]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    """Run kubectl in Argo's namespace; a busy API server gets a few chances."""
+    command = ["kubectl", "-n", os.environ.get("ARGO_NAMESPACE", "argo"), "--request-timeout=60s", *arguments]
+    for pause in (5, 20, 60, 0):
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stdout
+        print(f"{' '.join(command)}: {done.stderr.strip()}", file=sys.stderr, flush=True)
+        if "is invalid" in done.stderr:
+            break
+        time.sleep(pause)
+    raise SystemExit("the API server does not answer")
 
 
 def generate(count: int, number: int) -> list[Raw]:
@@ -78,31 +84,51 @@ def finished(batch: str) -> dict[str, Raw]:
     }
 
 
-def run_all(listed: list[Raw], parallel: int, patience: float) -> list[Outcome | None]:
-    """The outcome of each, None for one that did not end."""
+class Ledger:
+    """What was recorded so far, in a file, so that a recording that is stopped goes on where it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, list[Outcome | None]] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            entry = json.loads(line)
+            self.found.setdefault(entry["key"], []).append(entry["outcome"])
+
+    @staticmethod
+    def key(workflow: Raw) -> str:
+        return hashlib.sha256(json.dumps(workflow, sort_keys=True).encode()).hexdigest()
+
+    def add(self, workflow: Raw, outcome: Outcome | None) -> None:
+        key = self.key(workflow)
+        self.found.setdefault(key, []).append(outcome)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"key": key, "outcome": outcome}) + "\n")
+
+    def outcomes(self, workflow: Raw) -> list[Outcome | None]:
+        return self.found.get(self.key(workflow), [])
+
+
+def run_twice(listed: list[Raw], parallel: int, patience: float, ledger: Ledger) -> None:
+    """Run every workflow until the ledger has two outcomes of it; None stands for one that did not end."""
     batch = f"b{int(time.time())}"
-    outcomes: list[Outcome | None] = [None] * len(listed)
-    waiting = list(enumerate(listed))
-    running: dict[str, tuple[int, float]] = {}
+    waiting = [w for times in (1, 2) for w in listed if len(ledger.outcomes(w)) < times]
+    total, running = len(waiting), {}
     while waiting or running:
         while waiting and len(running) < parallel:
-            index, workflow = waiting.pop(0)
-            running[submit(workflow, batch)] = (index, time.monotonic() + patience)
+            workflow = waiting.pop(0)
+            running[submit(workflow, batch)] = (workflow, time.monotonic() + patience)
         time.sleep(2)
         ended = finished(batch)
-        for name, (index, deadline) in list(running.items()):
-            late = time.monotonic() > deadline
-            if name not in ended and not late:
+        for name, (workflow, deadline) in list(running.items()):
+            if name not in ended and time.monotonic() < deadline:
                 continue
-            if name in ended:
-                outcomes[index] = of_workflow(ended[name])
+            ledger.add(workflow, of_workflow(ended[name]) if name in ended else None)
             del running[name]
             kubectl("delete", "workflow", name, "--wait=false")
             print(
-                f"{len(listed) - len(waiting) - len(running)}/{len(listed)} {name} {'never ended' if late and name not in ended else ''}",
+                f"{total - len(waiting) - len(running)}/{total} {name} {'' if name in ended else 'never ended'}",
                 flush=True,
             )
-    return outcomes
 
 
 def compact(outcome: Outcome) -> Outcome:
@@ -118,13 +144,13 @@ def agree(first: Outcome | None, second: Outcome | None) -> bool:
     return first is not None and second is not None and not differences(first, second)
 
 
-def record_random(count: int, number: int, parallel: int) -> None:
+def record_random(count: int, number: int, parallel: int, ledger: Ledger) -> None:
     """Write data/random.jsonl: a line of counts, then a workflow and its outcome per line."""
     listed = generate(count, number)
-    first = run_all(listed, parallel, 300)
-    second = run_all(listed, parallel, 300)
-    kept = [(w, a) for w, a, b in zip(listed, first, second, strict=True) if agree(a, b) and a is not None]
-    endless = sum(1 for a, b in zip(first, second, strict=True) if a is None or b is None)
+    run_twice(listed, parallel, 600, ledger)
+    pairs = [(w, *ledger.outcomes(w)[:2]) for w in listed]
+    kept = [(w, a) for w, a, b in pairs if agree(a, b) and a is not None]
+    endless = sum(1 for _, a, b in pairs if a is None or b is None)
     counts = {
         "seed": number,
         "generated": len(listed),
@@ -138,7 +164,7 @@ def record_random(count: int, number: int, parallel: int) -> None:
     print(counts)
 
 
-def record_files(names: list[str], parallel: int) -> None:
+def record_files(names: list[str], parallel: int, ledger: Ledger) -> None:
     """Write data/outcomes.json for data/workflows/*.yaml (or those named), each run twice."""
     files = sorted((DATA / "workflows").glob("*.yaml"))
     files = [file for file in files if not names or file.stem in names]
@@ -148,10 +174,11 @@ def record_files(names: list[str], parallel: int) -> None:
         listed += [document for document in documents if document["kind"] == "Workflow"]
         for template in (document for document in documents if document["kind"] != "Workflow"):
             kubectl("apply", "-f", "-", text=json.dumps(template))
-    first, second = run_all(listed, parallel, 300), run_all(listed, parallel, 300)
+    run_twice(listed, parallel, 600, ledger)
     path = DATA / "outcomes.json"
     known: dict[str, Outcome] = json.loads(path.read_text()) if path.exists() else {}
-    for file, a, b in zip(files, first, second, strict=True):
+    for file, workflow in zip(files, listed, strict=True):
+        a, b = ledger.outcomes(workflow)[:2]
         if a is not None and agree(a, b):
             known[file.stem] = compact(a)
         else:
@@ -168,11 +195,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=170)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--parallel", type=int, default=4)
+    parser.add_argument(
+        "--ledger", type=Path, default=Path("/var/tmp/recorded-outcomes.jsonl"), help="what was recorded so far"
+    )
     args = parser.parse_args()
     if args.what == "random":
-        record_random(args.count, args.seed, args.parallel)
+        record_random(args.count, args.seed, args.parallel, Ledger(args.ledger))
     else:
-        record_files(args.names, args.parallel)
+        record_files(args.names, args.parallel, Ledger(args.ledger))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ RENDEZVOUS = nvrx.Rendezvous("node-0.run", 29500, True, "run-1")
 @pytest.mark.parametrize("recovery", ["none", "in-process", "in-job", "combined"])
 @pytest.mark.parametrize(("nodes", "low"), [(1, 0), (2, 0), (4, 2)])
 def test_the_installed_parser_takes_every_flag(recovery: str, nodes: int, low: int) -> None:
-    config = build({"recovery": recovery, "nodes": nodes, "min_nodes": low, "gpus_per_node": 1, "micro_batch_size": 2, "max_restarts": 7})
+    config = build({"recovery": recovery, "nodes": nodes, "min_nodes": low, "gpus_per_node": 1, "micro_batch_size": 2, "global_batch_size": 24, "max_restarts": 7})
     argv = nvrx.launcher_arguments(config, RENDEZVOUS, "/tmp/fork")
     in_job = recovery in ("in-job", "combined")
     parser = launcher.get_args_parser() if in_job else torchrun.get_args_parser()

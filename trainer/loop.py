@@ -19,6 +19,7 @@ this rank only after that, so a survivor of an abort can never complete a step t
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import os
@@ -337,9 +338,10 @@ def record_outcome(
             traceback.print_exception(error)
         if code not in set(ExitCode):
             code = 1
-    Outcome(exit_code=code, message=message, step=last, rank=env.rank).write(
-        paths.outcome(env.attempt, env.node, env.pod, env.rank)
-    )
+    with contextlib.suppress(OSError):  # (a full disk: the process's own code then says as much as it can)
+        Outcome(exit_code=code, message=message, step=last, rank=env.rank).write(
+            paths.outcome(env.attempt, env.node, env.pod, env.rank)
+        )
     return code
 
 

@@ -49,7 +49,7 @@ class AbortCollectives(inprocess.abort.Abort):
         self._nccl = inprocess.abort.AbortTorchDistributed()
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        self._watch.enter(self._watch.limits.startup)
+        self._watch.enter(self._watch.limits.restart)
         self._events.emit("fault_detected", layer="in_process", message="the restart of all ranks was asked for")
         self._sever()
         if dist.is_initialized():
@@ -113,17 +113,19 @@ class InProcess:
         def entry(call: inprocess.CallWrapper = None) -> int:
             watch.add(call.ping)
             try:
-                return train(call.iteration)
+                step = train(call.iteration)
+                watch.enter(watch.limits.startup)
+                return step
             except PipelineError as error:
                 # The Wrapper would restart after it, or wait at a barrier for ranks that may never come. What no restart
                 # can change is for the layer above, and at once.
                 self._leave(error)
             except Exception as error:
+                watch.enter(watch.limits.restart)
                 events.emit("fault_detected", layer="in_process", message=f"{type(error).__name__}: {error}"[:500])
                 raise
             finally:
                 watch.remove(call.ping)
-                watch.enter(watch.limits.startup)
 
         entry.__annotations__["call"] = inprocess.CallWrapper
         return entry

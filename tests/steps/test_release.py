@@ -71,7 +71,7 @@ def end(root: Path, status: str, *, hook: str = "") -> subprocess.CompletedProce
     return subprocess.run(
         [*command, f"--status={status}", "--workflow=wf-1"],
         env={"HOLDFAST_WEBHOOK": hook, "PATH": ""}, cwd=Path(release.__file__).parent.parent,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def test_without_a_cluster_the_kubernetes_launcher_cannot_be_released(tmp_path: 
     command = [sys.executable, "-m", "steps.release", f"--root={tmp_path}", "--run-id=mine", "--launcher=kubernetes"]
     result = subprocess.run(
         [*command, "--status=Succeeded"], env={"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)},
-        cwd=Path(release.__file__).parent.parent, capture_output=True, text=True, timeout=60,
+        cwd=Path(release.__file__).parent.parent, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert result.returncode == 64, result.stderr
     assert not snapshots.exists()

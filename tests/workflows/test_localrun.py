@@ -229,7 +229,7 @@ def test_any_workflow_file_runs_with_its_parameters(tmp_path: Path) -> None:
     )
     run = [sys.executable, str(localrun.PROJECT / "workflows" / "run.py"), "local", "--file", str(file), "--quiet"]
     environment = {**os.environ, "HOME": str(tmp_path)}
-    first = subprocess.run([*run, "--root", str(tmp_path / "a")], env=environment, timeout=60)
+    first = subprocess.run([*run, "--root", str(tmp_path / "a")], env=environment, timeout=200)
     assert first.returncode == 0
-    second = subprocess.run([*run, "--root", str(tmp_path / "b"), "-p", "code=65"], env=environment, timeout=60)
+    second = subprocess.run([*run, "--root", str(tmp_path / "b"), "-p", "code=65"], env=environment, timeout=200)
     assert second.returncode == 65

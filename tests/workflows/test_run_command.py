@@ -21,7 +21,7 @@ RUN = PROJECT / "workflows" / "run.py"
 def run(*words: str, cwd: Path = PROJECT, script: bool = True) -> subprocess.CompletedProcess[str]:
     how = [str(RUN)] if script else ["-m", "workflows.run"]
     return subprocess.run(
-        [sys.executable, *how, *words], cwd=cwd, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        [sys.executable, *how, *words], cwd=cwd, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
 
 
@@ -146,7 +146,7 @@ def test_a_reader_that_leaves_is_no_error(trained: Path) -> None:
         assert process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(60) == 141
+        assert process.wait(200) == 141
         assert process.stderr.read() == b""
 
 

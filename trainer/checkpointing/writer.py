@@ -112,13 +112,25 @@ def run(job: Job) -> int:
         leave(job.directory / f".rank-{job.rank}", pickle.dumps(written))
     except Exception as error:
         (job.directory / f".rank-{job.rank}").unlink(missing_ok=True)
+        reason = explain(job, error)
         with contextlib.suppress(OSError):
-            leave(job.directory / f".failed-{job.rank}", str(error).encode())
-        raise
+            leave(job.directory / f".failed-{job.rank}", reason.encode())
+        raise SaveFailed(reason) from error
     if job.commit is None:
         return sum(file.size for file in written.files)
     everything = collect(job, began + job.deadline)
     return commit(job, job.commit, everything)
+
+
+def explain(job: Job, error: Exception) -> str:
+    """What went wrong, for people: torch's writer speaks of positions in a file where the disk is full."""
+    reason = f"{type(error).__name__}: {error}"
+    if "No space left" not in reason:
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(job.directory).free
+            if free < job.size:
+                return f"No space left on the file system of {job.directory.parent} ({free} bytes free); {reason}"
+    return reason
 
 
 def write_shards(job: Job) -> Written:

@@ -219,22 +219,22 @@ class Trainer:
         subprocess.run(command, cwd=REPOSITORY, check=True, timeout=120, stdout=subprocess.DEVNULL)
         return cls(folder, Path(RunPaths(folder, "data").output("download", "dataset").read_text()), [])
 
-    def start(self, root: Path, run_id: str = "drill", **values: object) -> Training:
-        """A supervisor in a session of its own; its snapshots are under ``root`` unless said otherwise."""
-        root.mkdir(parents=True, exist_ok=True)
-        chosen = DEFAULTS | {"root": root, "run_id": run_id, "snapshot_root": root / "memory"}
+    def start(self, folder: Path, run_id: str = "drill", **values: object) -> Training:
+        """A supervisor in a session of its own; its root and its snapshots are under ``folder`` unless said otherwise."""
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = DEFAULTS | {"root": folder, "run_id": run_id, "snapshot_root": folder / "memory"}
         chosen |= {"heartbeat_timeout_seconds": heartbeat(), "save_timeout_seconds": 30 + heartbeat()} | values
         if "snapshot_root" not in values:
-            (root / "memory").mkdir(exist_ok=True)
+            (folder / "memory").mkdir(exist_ok=True)
         command = [sys.executable, "-m", "steps.train", "--dataset", str(self.dataset)]
         for name, value in chosen.items():
             command += [flag(name), to_text(value)]
-        log = root / f"{run_id}-{len(self.started)}.log"
+        log = folder / f"{run_id}-{len(self.started)}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True
             )
-        training = Training(RunPaths(root, run_id), process, log)
+        training = Training(RunPaths(Path(str(chosen["root"])), run_id), process, log)
         self.started.append(training)
         return training
 

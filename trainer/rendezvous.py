@@ -43,7 +43,15 @@ class Meeting:
         )
         self._rank = env.rank
         self._shared = 0
+        self._stores = {env.master_port}
+        """Ports of stores: connections to them are not gloo's, even if they were made meanwhile."""
         self._connections: dict[int, str] = {}
+
+    def share_port(self, port: int) -> int:
+        """Rank 0's ``port``, where it will host another store, on every rank, before there is a process group."""
+        shared = self.share(port)
+        self._stores.add(shared)
+        return shared
 
     def share(self, value: int) -> int:
         """Rank 0's ``value`` on every rank, before there is a process group."""
@@ -79,8 +87,10 @@ class Meeting:
         for fd, name in self._connections.items():
             if now.get(fd) == name:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                    connection.getpeername()  # raises for a listening socket, whose shutdown would end the process
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # (``getpeername`` raises for a listening socket, whose shutdown would end the process)
+                    ends = connection.getsockname(), connection.getpeername()
+                    if not any(isinstance(end, tuple) and end[1] in self._stores for end in ends):
+                        connection.shutdown(socket.SHUT_RDWR)
         self._connections = {}
 
 

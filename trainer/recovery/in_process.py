@@ -71,7 +71,7 @@ class InProcess:
     def _store(self) -> dict[str, Any]:
         """The Wrapper's store, on a port of its own: rank 0 picks it and tells the others."""
         env = environment.read()
-        return {"host_name": env.master_address, "port": self._meeting.share(free_port()), "timeout": timedelta(seconds=120)}
+        return {"host_name": env.master_address, "port": self._meeting.share_port(free_port()), "timeout": timedelta(seconds=120)}
 
     def run(self, train: Train) -> int:
         config, limits = self._config, self._watch.limits

@@ -11,8 +11,10 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -139,6 +141,38 @@ class Rank:
             if pause:
                 time.sleep(pause)
         return last
+
+    def sever_beside_a_store(self) -> list[int]:
+        """Join process groups while others connect to a store; then sever. How many connected, how many still are, and
+        whether gloo raises."""
+        meeting = self.session.meeting
+        listener = socket.create_server(("", 0)) if self.control.rank == 0 else None
+        port = meeting.share_port(listener.getsockname()[1] if listener else 0)
+        connections: list[socket.socket] = []
+        ended = threading.Event()
+
+        def connect() -> None:
+            while not ended.wait(0.002):
+                connections.append(socket.create_connection(("localhost", port)))
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        try:
+            self.enter()
+        finally:
+            ended.set()
+            thread.join()
+        meeting.sever()
+        alive = 0
+        for connection in connections:
+            with suppress(OSError):
+                connection.sendall(b"?")
+                alive += 1
+        try:
+            self.control.sum(1.0)
+        except RuntimeError:
+            return [len(connections), alive, True]
+        return [len(connections), alive, False]
 
     def settle(self, seconds: float = 30.0) -> bool:
         """Poll as the loop does until no save is in flight on this rank; whether that came in time."""

@@ -184,7 +184,8 @@ class DagBody:
         """Resolve the task's references, expand its loop, execute it."""
         task = self.tasks[name]
         if node is not None and not task.expands and node.name in self.op.executions:
-            self._execute_one(name, task)  # its arguments were replaced when it began; after a resume they must be again
+            # its arguments were replaced when it began; after a resume they must be again
+            self._execute_one(name, task)
             return
         try:
             resolved = self._resolve(task)

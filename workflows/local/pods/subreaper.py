@@ -42,6 +42,8 @@ MAX_RESULT = 256 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_CHILD_SUBREAPER = 36
+_DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
+"""Those that Python or the subreaper itself handles or ignores."""
 
 
 def send(channel: socket.socket, message: Any) -> None:
@@ -178,35 +180,34 @@ class Task:
             send(self.channel, {"code": _exit_code(self.status), "outputs": self.outputs(), "result": self.result()})
 
     def start(self) -> None:
-        """Fork the main process; a command that cannot be executed ends with 64, as with Argo's executor."""
-        read = write = -1
+        """Start the main process; a command that cannot be executed ends with 64, as with Argo's executor."""
+        command, environment = self.request["command"], self.request["environment"]
+        os.environ.pop("PATH", None)
+        if "PATH" in environment:
+            os.environ["PATH"] = environment["PATH"]
+        output = self.log
         if self.request["capture"]:
-            read, write = os.pipe2(os.O_CLOEXEC)
-        self.main = os.fork()
-        if self.main == 0:
-            self.become(write)
-        if self.request["capture"]:
-            os.close(write)
-            os.set_blocking(read, False)
-            self.pipe = read
-
-    def become(self, capture: int) -> NoReturn:
-        """In the fork: turn into the task."""
-        command = self.request["command"]
+            self.pipe, output = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(self.pipe, False)
         try:
-            signal.set_wakeup_fd(-1)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
-            os.setsid()
-            null = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(null, 0)
-            os.dup2(capture if capture >= 0 else self.log, 1)
-            os.dup2(self.log, 2)
             os.chdir(self.request["directory"])
-            os.execvpe(command[0], command, self.request["environment"])
+            self.main = os.posix_spawnp(
+                command[0],
+                command,
+                environment,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, output, 1),
+                    (os.POSIX_SPAWN_DUP2, self.log, 2),
+                ],
+                setsid=True,
+                setsigdef=_DEFAULT_SIGNALS,
+            )
         except OSError as error:
-            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
-            os._exit(64)
+            os.write(self.log, f"{command[0]}: {error.strerror}\n".encode())
+            self.status = 64 << 8
+        if output != self.log:
+            os.close(output)
 
     def supervise(self) -> None:
         """Wait for the main process to end, and for orders."""
@@ -303,6 +304,7 @@ def nursery(engine: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     living: set[int] = set()
+    gc.disable()
     gc.freeze()
     while True:
         ready, _, _ = select.select([engine.fileno(), wake], [], [])

@@ -63,9 +63,8 @@ class View:
         self.make(target, is_file=not stat.S_ISDIR(os.fstat(handle).st_mode))
         _mount(f"/proc/self/fd/{handle}", target, None, _MS_BIND | _MS_REC)
         if read_only:
-            flags = os.statvfs(target).f_flag & (
-                2 | 4 | 8
-            )  # keep nosuid, nodev, noexec: a user namespace may not drop them
+            flags = os.statvfs(target).f_flag & (2 | 4 | 8)
+            # nosuid, nodev and noexec stay: a user namespace may not drop them
             _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | flags)
 
     def make(self, path: str, *, is_file: bool) -> None:

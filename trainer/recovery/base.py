@@ -56,7 +56,7 @@ class Limits:
             save=config.save_timeout_seconds,
             soft=step,
             hard=step + 1.0,
-            in_job=step + 3.0 if in_process else step,
+            in_job=step + 2.0 if in_process else step,
             collective=max(config.startup_timeout_seconds, config.save_timeout_seconds) + 60.0,
         )
 

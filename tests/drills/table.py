@@ -100,7 +100,7 @@ def measure(trainer: Trainer, folder: Path, case: Case, clean: Training) -> Row:
         return Row(case, "-", 0.0, 0.0, 0.0, 0, "HUNG")
     if code:
         return Row(case, "-", 0.0, 0.0, 0.0, 0, f"ENDED WITH {code}")
-    faults = training.analysis.faults
+    faults = training.injected()
     seconds = [fault.detection_seconds + fault.recovery_seconds for fault in faults]
     verdict = "equal" if training.digest() == clean.digest() else "DIFFER"
     if len(faults) != case.faults:

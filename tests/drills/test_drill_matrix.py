@@ -25,7 +25,7 @@ def test_every_composition_ends_with_the_same_weights(
     )  # fmt: skip
     training.check_against(clean, faults=7)
     if snapshots:
-        for fault in training.analysis.faults:
+        for fault in training.injected():
             if fault.kind in SNAPSHOTTED:
                 assert fault.lost_steps <= snapshots, fault
 

@@ -33,5 +33,5 @@ def test_a_long_run_through_many_faults(
     )  # fmt: skip
     training.check_against(long_clean, faults=count)
     if recovery == "combined":
-        for fault in training.analysis.faults:
+        for fault in training.injected():
             assert fault.lost_steps <= 1 or fault.kind == "hang", fault

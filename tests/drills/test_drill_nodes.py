@@ -18,7 +18,7 @@ def test_a_lost_node_is_replaced(trainer: Trainer, clean: Training, tmp_path: Pa
         tmp_path, **TWO, recovery=recovery, deadline=300, fault_count=1, fault_kinds="node", fault_ranks=str(lost)
     )
     training.check_against(clean, faults=1)
-    assert training.analysis.faults[0].recovered_by == "pod"
+    assert training.injected()[0].recovered_by == "pod"
 
 
 @pytest.mark.parametrize("recovery", ["none", "in-process", "in-job", "combined"])
@@ -39,7 +39,7 @@ def test_a_replica_on_the_other_node_saves_a_lost_nodes_steps(
         fault_count=2, fault_kinds="node", fault_ranks="1,0",
     )  # fmt: skip
     training.check_against(clean, faults=2)
-    assert all(fault.lost_steps <= 2 for fault in training.analysis.faults), training.analysis.faults
+    assert all(fault.lost_steps <= 2 for fault in training.injected()), training.analysis.faults
 
 
 def test_a_world_that_shrinks_goes_on_and_grows_again(trainer: Trainer, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from trainer.config import RunConfig, flag, to_text
 from trainer.data import TokenDataset, sample_ids
 from trainer.events import Event
 from trainer.paths import RunPaths
-from trainer.records import RunRecord
+from trainer.records import FaultReport, RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0
@@ -94,11 +94,11 @@ class Training:
     def events(self, *names: str) -> list[Event]:
         return [event for event in events.read(self.paths.events) if not names or event.event in names]
 
-    def until(self, holds: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
-        """Return once it holds; the run must still be going."""
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = DEADLINE, *, ends: bool = False) -> None:
+        """Return once it holds; the run must still be going, unless it ``ends`` by itself."""
         deadline = time.monotonic() + patience(seconds)
         while not holds():
-            assert self.process.poll() is None, f"it ended with {self.process.returncode} before {what}:\n{self.describe()}"
+            assert ends or self.process.poll() is None, f"it ended with {self.process.returncode} before {what}:\n{self.describe()}"
             if time.monotonic() > deadline:
                 self.kill()
                 raise Hung(f"in {seconds:g} s it did not happen that {what}\n{self.describe()}")
@@ -161,9 +161,13 @@ class Training:
             assert self.digest() == clean.digest(), "the final weights, moments or steps differ"
         self.check_samples()
         analysis = self.analysis
-        assert len(analysis.faults) == faults, analysis.faults
+        assert sum(fault.injected for fault in analysis.faults) == faults, analysis.faults
         assert analysis.committed_steps_lost == 0
         assert (analysis.data_continuity.repeated, analysis.data_continuity.skipped) == (0, 0)
+
+    def injected(self) -> list[FaultReport]:
+        """The report's faults, without what a busy machine may have added."""
+        return [fault for fault in self.analysis.faults if fault.injected]
 
     def check_samples(self) -> None:
         """No sample of the committed trajectory is repeated or skipped, by the events alone."""
@@ -221,22 +225,27 @@ class Trainer:
 
     def start(self, folder: Path, run_id: str = "drill", **values: object) -> Training:
         """A supervisor in a session of its own; its root and its snapshots are under ``folder`` unless said otherwise."""
-        folder.mkdir(parents=True, exist_ok=True)
-        chosen = DEFAULTS | {"root": folder, "run_id": run_id, "snapshot_root": folder / "memory"}
-        chosen |= {"heartbeat_timeout_seconds": heartbeat(), "save_timeout_seconds": 30 + heartbeat()} | values
-        if "snapshot_root" not in values:
-            (folder / "memory").mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "steps.train", "--dataset", str(self.dataset)]
-        for name, value in chosen.items():
-            command += [flag(name), to_text(value)]
+        command = [sys.executable, "-m", "steps.train", *self.arguments(folder, run_id, **values)]
         log = folder / f"{run_id}-{len(self.started)}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True
             )
-        training = Training(RunPaths(Path(str(chosen["root"])), run_id), process, log)
+        training = Training(RunPaths(Path(str(values.get("root", folder))), run_id), process, log)
         self.started.append(training)
         return training
+
+    def arguments(self, folder: Path, run_id: str = "drill", **values: object) -> list[str]:
+        """What ``steps.train`` is told."""
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = DEFAULTS | {"root": folder, "run_id": run_id, "snapshot_root": folder / "memory"}
+        chosen |= {"heartbeat_timeout_seconds": heartbeat(), "save_timeout_seconds": 30 + heartbeat()} | values
+        if "snapshot_root" not in values:
+            (folder / "memory").mkdir(exist_ok=True)
+        argv = ["--dataset", str(self.dataset)]
+        for name, value in chosen.items():
+            argv += [flag(name), to_text(value)]
+        return argv
 
     def run(self, root: Path, run_id: str = "drill", *, deadline: float = DEADLINE, code: int = 0, **values: object) -> Training:
         """A run to its end, which must come in time and with ``code``."""

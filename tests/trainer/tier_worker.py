@@ -146,13 +146,14 @@ class Rank:
         """Join process groups while others connect to a store; then sever. How many connected, how many still are, and
         whether gloo raises."""
         meeting = self.session.meeting
-        listener = socket.create_server(("", 0)) if self.control.rank == 0 else None
-        port = meeting.share_port(listener.getsockname()[1] if listener else 0)
+        # (kept: its end would end the other rank's connections, which nobody accepts)
+        self.listener = socket.create_server(("", 0), backlog=1000) if self.control.rank == 0 else None
+        port = meeting.share_port(self.listener.getsockname()[1] if self.listener else 0)
         connections: list[socket.socket] = []
         ended = threading.Event()
 
         def connect() -> None:
-            while not ended.wait(0.002):
+            while not (ended.wait(0.002) and connections):
                 connections.append(socket.create_connection(("localhost", port)))
 
         thread = threading.Thread(target=connect)

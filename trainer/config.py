@@ -56,6 +56,7 @@ class RunConfig(BaseModel):
     gradient_clip: float = Field(1.0, gt=0, description="largest global gradient norm")
     seed: int = Field(42, ge=0, description="seed of weights and sample order")
     compile: bool = Field(False, description="torch.compile each transformer block")
+    activation_checkpointing: bool = Field(False, description="compute activations again in the backward pass: less memory")
 
     checkpoint_mode: Literal["async", "sync", "off"] = Field("async", description="how the durable tier saves")
     checkpoint_interval_steps: int = Field(10, ge=1, description="steps between durable checkpoints")

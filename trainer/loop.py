@@ -130,7 +130,12 @@ class Iteration:
         dataset = session.keep("dataset", lambda: TokenDataset(directory, config.sequence_length))
         manifest = session.keep("manifest", lambda: DatasetManifest.read(directory / MANIFEST))
         torch.manual_seed(config.seed)
-        model = prepare(model_config(config.model, manifest.vocabulary_size), choose_device(), compile_blocks=config.compile)
+        model = prepare(
+            model_config(config.model, manifest.vocabulary_size),
+            choose_device(),
+            compile_blocks=config.compile,
+            recompute=config.activation_checkpointing,
+        )
         state = TrainingState(model, build_optimizer(model, config))
         clock = None if config.compile else ComputeClock(model)  # (hooks would cut what is compiled)
         return cls(session, control, dataset, state, build_tiers(session, control, state), clock)

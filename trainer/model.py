@@ -3,7 +3,7 @@
 1. ``model_config`` names the shape, ``build`` makes the modules, on the meta device if asked (nothing is allocated).
 2. Once sharded and materialised, ``init_weights`` (or ``pretrained``) gives the parameters their values; both fill
    only the rows this rank holds, and the values are the same at every world size.
-3. ``forward`` maps tokens_BL to logits_BLV.
+3. ``forward`` maps tokens_BL to logits_BLV, or with targets_BL to the loss.
 
 Letters in names: B sequences, L positions, D model width, N query heads, K key/value heads, H head width, C = H / 2,
 F feed-forward width, V vocabulary.
@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigurationError
+from trainer.loss import projected_loss
 
 DRAW_ELEMENTS = 1 << 22
 """Elements that one generator draws: enough to keep a GPU busy, few enough for a temporary at a shard's edge."""
@@ -132,15 +134,26 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = FeedForward(config)
+        self.recompute = False
+        """Whether the backward pass computes the activations again, rather than the forward pass keep them."""
 
     def forward(self, x_BLD: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            # Inside the block, so that its parameters are gathered once for both.
+            out_BLD: Tensor = checkpoint(
+                self._forward, x_BLD, cos_LC, sin_LC, use_reentrant=False, preserve_rng_state=False
+            )
+            return out_BLD
+        return self._forward(x_BLD, cos_LC, sin_LC)
+
+    def _forward(self, x_BLD: Tensor, cos_LC: Tensor, sin_LC: Tensor) -> Tensor:
         h_BLD: Tensor = x_BLD + self.attention(self.attention_norm(x_BLD), cos_LC, sin_LC)
         out_BLD: Tensor = h_BLD + self.ffn(self.ffn_norm(h_BLD))
         return out_BLD
 
 
 class Transformer(nn.Module):
-    """tokens_BL -> logits_BLV."""
+    """tokens_BL -> logits_BLV, or with targets_BL the mean loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -152,15 +165,18 @@ class Transformer(nn.Module):
         # A plain attribute made at the first forward: neither a meta build nor ``to_empty`` can leave it undefined.
         self._rope: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        """Logits of the next token at each position; float32 on a CPU, the compute type (bf16) on a GPU."""
+    def forward(self, tokens_BL: Tensor, targets_BL: Tensor | None = None) -> Tensor:
+        """Logits of the next token at each position; float32 on a CPU, the compute type (bf16) on a GPU.
+
+        With targets: their mean cross entropy, for which the logits are never in memory together.
+        """
         x_BLD = self.embedding(tokens_BL)
         cos_LC, sin_LC = self._rope_tables(tokens_BL.shape[1], x_BLD.device)
         for block in self.blocks:
             x_BLD = block(x_BLD, cos_LC, sin_LC)
         x_BLD = self.norm(x_BLD)
-        logits_BLV: Tensor = F.linear(x_BLD, self.embedding.weight) if self.output is None else self.output(x_BLD)
-        return logits_BLV
+        weight_VD = self.embedding.weight if self.output is None else self.output.weight
+        return F.linear(x_BLD, weight_VD) if targets_BL is None else projected_loss(x_BLD, weight_VD, targets_BL)
 
     def _rope_tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._rope is None or self._rope[0].device != device or self._rope[0].shape[0] < length:

@@ -6,6 +6,7 @@
 | rendezvous (each its default) | compare-and-swap | barrier | barrier, the only one |
 | NIC monitor on by default | yes | no | no |
 | NIC link check before a rendezvous | no such flag | off | on |
+| before a restart waits until the GPUs' memory is free | no such flag | polls each 2 s, 50 s long | the same |
 | GPU checks of the in-process Wrapper where LOCAL_RANK is set | no | yes | yes |
 """
 
@@ -83,5 +84,11 @@ def in_job_arguments(limits: Limits) -> list[str]:
         "--ft-log-level=WARNING",
     ]
     if version() >= (0, 6):
-        arguments += ["--ft-enable-nic-healthcheck=false"]
+        arguments += [
+            "--ft-enable-nic-healthcheck=false",
+            # A killed rank's memory is free in tenths of a second; a GPU that others use too is never empty.
+            "--ft-gpu-memory-poll-interval=0.1",
+            "--ft-gpu-memory-reclaim-timeout=5",
+            "--ft-gpu-memory-tolerance-mb=2048",
+        ]
     return arguments

@@ -175,10 +175,10 @@ def _user_stops(gap: Gap, facts: Sequence[Fact]) -> list[Incident]:
 def _stopped_by_user(ended: Fact, next_one: Fact) -> bool:
     """Whether a supervisor ended because the user wanted it to, rather than the machine or the cluster.
 
-    Ctrl-C says so itself. A signal that ends a supervisor is the user's if it was another Workflow that went on with the
+    Ctrl-C says so itself, and ``argo stop`` is seen in the Workflow. Another signal that ends a supervisor is the user's if it was another Workflow that went on with the
     run: what the infrastructure stops, its own Workflow retries.
     """
-    if ended.whole("exit_code") == INTERRUPTED_BY_USER or ended.text("message") == "SIGINT":
+    if ended.whole("exit_code") == INTERRUPTED_BY_USER or ended.text("message") == "SIGINT" or ended.data.get("by_user"):
         return True
     workflows = ended.text("workflow"), next_one.text("workflow")
     return bool(ended.text("message")) and all(workflows) and workflows[0] != workflows[1]

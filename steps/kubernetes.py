@@ -129,6 +129,7 @@ class KubernetesLauncher:
         self.api = api or ApiServer(options.namespace)
         self.selector = cluster.selector(config.run_id)
         self._attached = False
+        self.stopped_by_user = False
 
     # --- attach ---
 
@@ -263,7 +264,9 @@ class KubernetesLauncher:
         over = ""
         try:
             if self.options.workflow:
-                over = job_state.ending(self.api.workflow(self.options.workflow), time.time())
+                workflow = self.api.workflow(self.options.workflow)
+                over = job_state.ending(workflow, time.time())
+                self.stopped_by_user = bool(workflow and workflow.get("spec", {}).get("shutdown"))
             if over:
                 say(f"{reason}; {over}: ending {name}")
                 self.release()

@@ -37,6 +37,9 @@ class NodeLost(Exception):
 class Launcher(Protocol):
     """Starts the nodes of an attempt, restarts them within the attempt, and says how it ended."""
 
+    stopped_by_user: bool
+    """Whether ``wait`` ended because a user stopped the Workflow (``argo stop``): no fault, the run's time stands still."""
+
     def attach(self) -> int | None:
         """The attempt of a living set of nodes of this run that can be adopted, or none."""
 

@@ -38,6 +38,8 @@ class _Node:
 class ProcessLauncher:
     """Nodes as child processes. They end with this process: nothing is left to attach to."""
 
+    stopped_by_user = False  # (Ctrl-C is in the supervisor's own signal)
+
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._nodes: list[_Node] = []

@@ -271,7 +271,13 @@ class Supervisor:
         if code == ExitCode.DONE:
             write_whole(self._paths.finished, str(self._config.max_steps).encode())
             print(f"run {self._paths.run_id} has finished all {self._config.max_steps} steps", flush=True)
-        self._events.emit("supervisor_end", exit_code=code, message=self._stop or "", workflow=self._workflow)
+        self._events.emit(
+            "supervisor_end",
+            exit_code=code,
+            message=self._stop or "",
+            workflow=self._workflow,
+            by_user=self._launcher.stopped_by_user,
+        )
         return code
 
 

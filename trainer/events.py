@@ -9,7 +9,7 @@ The events, by role, with what their ``data`` holds (times in seconds):
 
 supervisor (steps.train)
     supervisor_start   attempt's number, attached (bool: found a living Job), launcher, workflow (name of the Workflow)
-    supervisor_end     exit_code, message (the signal, if it was asked to stop), workflow
+    supervisor_end     exit_code, message (the signal, if it was asked to stop), workflow, by_user (argo stop)
 node (steps.node, one per node and pod; also the parent that forks the workers)
     launcher_start     nodes, processes, recovery     -- the clock of the run starts at the first one
     launcher_end       exit_code

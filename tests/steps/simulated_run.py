@@ -220,9 +220,14 @@ class SimulatedRun:
         self.commit()
         self.everywhere("stop_requested", reason="stop file")
         self.everywhere("fault_detected", layer="in_job", message="stopped as asked")
-        self.emit("supervisor_end", role="supervisor", exit_code=75, message=how, workflow=self.workflow, at=self.now + 0.5)
+        argo_stop = how == "argo stop"
+        self.emit(
+            "supervisor_end", role="supervisor", exit_code=75, message="SIGTERM" if argo_stop else how,
+            workflow=self.workflow, by_user=argo_stop, at=self.now + 0.5,
+        )  # fmt: skip
         self.now += away
-        self.workflow = f"run-{self.attempt + 1}"
+        if not argo_stop:  # (`argo retry` goes on with the same Workflow)
+            self.workflow = f"run-{self.attempt + 1}"
         self.launch()
         self.begin(self.done, "startup")
 

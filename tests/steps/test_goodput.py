@@ -124,9 +124,9 @@ def test_the_published_schedule_replays_724_steps() -> None:
     assert found.restarts.in_job == 5
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "argo stop"])
 def test_a_users_own_stop_is_left_out(how: str) -> None:
-    """Another Workflow goes on with what a signal ended; or Ctrl-C said it plainly."""
+    """Another Workflow goes on with what a signal ended; or Ctrl-C or ``argo stop`` said it plainly."""
     run = started()
     run.step()
     run.stop_by_user(away=3600.0, how=how)

@@ -27,9 +27,10 @@ SOURCES = sorted(path for top in ("workflows", "steps", "trainer") for path in (
 FLAGS = """
 --run-id --root --profile --nodes --min-nodes --gpus-per-node --launcher --model --init-from --dataset-uri --tokenizer
 --sequence-length --global-batch-size --micro-batch-size --max-steps --learning-rate --warmup-steps --weight-decay
---gradient-clip --seed --compile --activation-checkpointing --checkpoint-mode --checkpoint-interval-steps --keep-checkpoints
+--gradient-clip --seed --compile --activation-checkpointing --checkpoint-mode --checkpoint-interval-steps
+--storage-bytes-per-second --keep-checkpoints
 --snapshot-interval-steps --snapshot-root --snapshot-replicas --recovery --max-restarts --heartbeat-timeout-seconds
---no-progress-restarts --startup-timeout-seconds --save-timeout-seconds --grace-seconds --node-lost-seconds --fault-count --fault-kinds --fault-ranks --fault-seed
+--no-progress-restarts --startup-timeout-seconds --save-timeout-seconds --grace-seconds --node-lost-seconds --fault-count --fault-kinds --fault-ranks --fault-seed --fault-steps
 --fault-first-step
 """
 

@@ -60,6 +60,9 @@ class RunConfig(BaseModel):
 
     checkpoint_mode: Literal["async", "sync", "off"] = Field("async", description="how the durable tier saves")
     checkpoint_interval_steps: int = Field(10, ge=1, description="steps between durable checkpoints")
+    storage_bytes_per_second: float = Field(
+        0.0, ge=0, description="emulate shared storage that all ranks save to and load from at this rate (0: as it is)"
+    )
     keep_checkpoints: int = Field(3, ge=1, description="durable checkpoints kept")
     snapshot_interval_steps: int = Field(5, ge=0, description="steps between node-local snapshots (0: off)")
     snapshot_root: Path = Field(Path("/dev/shm"), description="memory-backed directory of the node-local tier")
@@ -80,6 +83,7 @@ class RunConfig(BaseModel):
     fault_kinds: str = Field("exception,hang,sigkill", description=f"kinds dealt in order, of {','.join(FAULT_KINDS)}")
     fault_ranks: str = Field("", description="ranks to hit, dealt in order (empty: the schedule's; all: rank 0 too)")
     fault_seed: int = Field(42, ge=0, description="seed of the fault schedule")
+    fault_steps: str = Field("", description="steps to strike in, one for each fault (empty: drawn by the seed)")
     fault_first_step: int = Field(10, ge=0, description="no fault up to this step")
 
     @property
@@ -108,6 +112,14 @@ class RunConfig(BaseModel):
             raise ValueError("use a comma list of ranks, 'all', or nothing")
         return value
 
+    @field_validator("fault_steps")
+    @classmethod
+    def _fault_steps(cls, value: str) -> str:
+        steps = value.split(",") if value else []
+        if not all(step.isdigit() for step in steps) or list(map(int, steps)) != sorted(set(map(int, steps))):
+            raise ValueError("use a comma list of rising step numbers, or nothing")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         per_pass = self.world_size * self.micro_batch_size
@@ -132,6 +144,12 @@ class RunConfig(BaseModel):
                 f"fault_count {self.fault_count} does not fit in the steps after fault_first_step "
                 f"{self.fault_first_step} up to max_steps {self.max_steps}"
             )
+        if self.fault_steps:
+            steps = [int(step) for step in self.fault_steps.split(",")]
+            if len(steps) != self.fault_count:
+                raise ValueError(f"fault_steps names {len(steps)} steps, but fault_count is {self.fault_count}")
+            if not 1 <= steps[0] <= steps[-1] <= self.max_steps:
+                raise ValueError(f"fault_steps must lie between 1 and max_steps {self.max_steps}")
         if self.fault_ranks not in ("", "all"):
             too_big = [rank for rank in map(int, self.fault_ranks.split(",")) if rank >= self.world_size]
             if too_big:

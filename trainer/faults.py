@@ -62,11 +62,13 @@ class PlannedFault:
 def schedule(config: RunConfig) -> tuple[PlannedFault, ...]:
     """The faults of a run in the order of their steps.
 
-    Distinct steps are drawn after ``fault_first_step``. Ranks are drawn among all but rank 0 unless ``fault_ranks`` deals
+    Distinct steps are drawn after ``fault_first_step``, unless ``fault_steps`` names them. Ranks are drawn among all but rank 0 unless ``fault_ranks`` deals
     them (a list) or lets rank 0 in (``all``). Kinds are dealt in order, and so are the two ways to hang.
     """
     draw = random.Random(config.fault_seed)
     steps = sorted(draw.sample(range(config.fault_first_step + 1, config.max_steps + 1), config.fault_count))
+    if config.fault_steps:
+        steps = [int(step) for step in config.fault_steps.split(",")]
     kinds = config.fault_kinds.split(",")
     faults: list[PlannedFault] = []
     hangs = 0

@@ -160,16 +160,18 @@ class Iteration:
         """Run the steps after ``start``; returns ``max_steps``."""
         from trainer.faults import Injector
 
-        session, config = self.session, self.session.record.config
+        session, config, limits = self.session, self.session.record.config, self.session.watch.limits
         injector = Injector(config, session.paths, self.control.rank, session.events)
         first = True
         for step in range(self.start + 1, config.max_steps + 1):
             if first:
-                session.watch.enter(session.watch.limits.startup)
+                session.watch.enter(limits.startup)
             else:
                 session.watch.step()
-            first = False
             self.step(step, injector)
+            if first and limits.stepping < limits.collective:
+                session.meeting.limit_collectives(limits.stepping)
+            first = False
         session.watch.enter(session.watch.limits.save)
         self.tiers.finish()
         if self.control.rank == 0:

@@ -85,6 +85,11 @@ class RunPaths:
         return self.run / f"stop-{attempt}-{node}-{pod}"
 
     @property
+    def storage_bucket(self) -> Path:
+        """Until when the emulated storage is taken; one for all ranks of the run."""
+        return self.run / "storage"
+
+    @property
     def lock(self) -> Path:
         """Held (flock) by the supervisor of the run; tells two supervisors apart on one machine."""
         return self.run / "supervisor.lock"

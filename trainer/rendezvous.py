@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from trainer.environment import WorkerEnvironment
@@ -76,6 +77,10 @@ class Meeting:
         control = Control(dist.new_group(backend="gloo", timeout=self._timeout), env.rank, env.world_size)
         self._connections = {fd: name for fd, name in open_sockets().items() if before.get(fd) != name}
         return control
+
+    def limit_collectives(self, seconds: float) -> None:
+        """From now on a collective of the default group may take ``seconds``; those of the control group are not limited."""
+        c10d._set_pg_timeout(timedelta(seconds=seconds))
 
     def sever(self) -> None:
         """Shut down gloo's connections, so that a rank blocked in a collective raises at once, here and at its peers.

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpointing.base import Completed, TrainingState
 from trainer.checkpointing.staging import AnonymousBuffer, layout_of
+from trainer.checkpointing.storage import Storage
 from trainer.checkpointing.writer import Commit, Fenced, ForkedQueue, Job, SaveFailed, leave, remove_strays, run
 from trainer.config import RunConfig
 from trainer.errors import DataError, PipelineError, StoppedError, UnavailableError
@@ -105,6 +106,7 @@ class DurableTier:
         self._events = events
         self._watch = watch
         self._slot = slot
+        self._storage = Storage(paths.storage_bucket, record.config.storage_bytes_per_second)
         self._pin = torch.cuda.is_available()
         self._plan: tuple[SavePlan, Metadata | None, str] | None = None
         self._saved = -1
@@ -237,6 +239,7 @@ class DurableTier:
             needed = {metadata.storage_data[item.storage_index].relative_path for item in plan.items} | {".metadata"}
             for file in manifest.files:
                 if file.name in needed:
+                    self._storage.transfer(file.size)
                     with (path / file.name).open("rb") as stream:
                         found = hashlib.file_digest(stream, "sha256").hexdigest()
                     if found != file.sha256:
@@ -391,6 +394,7 @@ class DurableTier:
             layout=layout,
             deadline=self._config.save_timeout_seconds,
             commit=commit,
+            storage=self._storage,
             staged=staging.buffer.flat if mode == "sync" else None,
         )
 

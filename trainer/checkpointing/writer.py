@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer import environment
 from trainer.checkpointing.staging import Layout, open_buffer
+from trainer.checkpointing.storage import Storage
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.progress import newest_attempt
 from trainer.records import CheckpointManifest, FileRecord, fsync_directory
@@ -80,6 +81,7 @@ class Job:
     deadline: float
     """Seconds from its start after which the save is given up."""
     commit: Commit | None
+    storage: Storage
     staged: Any = field(default=None, repr=False)
     """The bytes themselves where the job runs in the process that owns them."""
 
@@ -143,6 +145,7 @@ def write_shards(job: Job) -> Written:
     writer.reset(job.directory)
     results = writer.write_data(job.plan, _StagedPlanner(flat, job.layout)).wait()
     names = sorted({result.storage_data.relative_path for result in results})
+    job.storage.transfer(sum((job.directory / name).stat().st_size for name in names))
     return Written(results, [describe(job.directory, name) for name in names])
 
 

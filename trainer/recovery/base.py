@@ -45,11 +45,14 @@ class Limits:
     """ft_launcher: the rank is killed when no heartbeat came for so long."""
     collective: float
     """A collective of the process group."""
+    stepping: float
+    """The same once steps are under way: without a watchdog (recovery none) nothing else notices a hang."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Limits:
         step = config.heartbeat_timeout_seconds
         in_process = config.recovery in ("in-process", "combined")
+        collective = max(config.startup_timeout_seconds, config.save_timeout_seconds) + 60.0
         return cls(
             startup=config.startup_timeout_seconds,
             step=step,
@@ -57,7 +60,8 @@ class Limits:
             soft=step,
             hard=step + 1.0,
             in_job=step + 2.0 if in_process else step,
-            collective=max(config.startup_timeout_seconds, config.save_timeout_seconds) + 60.0,
+            collective=collective,
+            stepping=step if config.recovery == "none" else collective,
         )
 
     @property

@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(parser, ("root", "run_id", "launcher"))
     parser.add_argument("--status", default="", help="how the workflow ended: Succeeded, Failed or Error")
     parser.add_argument("--workflow", default="", help="name of the workflow")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="the runs of a benchmark, to be released with it")
     args = parser.parse_args(argv)
     config = from_namespace(args)
     run = RunPaths(config.root.absolute(), config.run_id)
@@ -46,10 +47,14 @@ def main(argv: list[str] | None = None) -> int:
         config = record.config.model_copy(update={"launcher": config.launcher, "root": run.root})
 
     trouble: PipelineError | None = None
-    try:
-        end_nodes(config)
-    except PipelineError as error:
-        trouble = error
+    for one in (config, *(config.model_copy(update={"run_id": name}) for name in args.runs)):
+        try:
+            end_nodes(one)
+        except PipelineError as error:
+            trouble = error
+    for arm in (RunPaths(run.root, name) for name in args.runs):
+        if arm.record.exists() and (found := _record(arm)) is not None:
+            remove_snapshots(arm, found.config)
     if record is not None:
         remove_snapshots(run, record.config)
         if args.status != SUCCEEDED:

@@ -1,6 +1,7 @@
-"""Report a run: ``report.json``, ``report.md`` and ``report.html`` from its events and records.
+"""Report a run: ``report.json``, ``report.md`` and ``report.html`` from its events and records; or compare several.
 
     python -m steps.report --root DIR --run-id ID [--bare-run ID]
+    python -m steps.report --root DIR RUN RUN ...                      see ``steps.compare``
 
 A report of a run that failed, or that still goes on, is made as well: it says so, and why. What the numbers mean is said
 in ``steps.goodput``. For Argo it leaves the output parameters ``goodput``, ``faults`` and ``lost-steps``.
@@ -36,26 +37,48 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m steps.report", description="report what a run was worth")
     add_flags(parser, ("root", "run_id"))
     parser.add_argument("--bare-run", default="", metavar="RUN", help="a run without faults and saves, for effective goodput")
+    several = parser.add_argument_group("several runs")
+    several.add_argument("runs", nargs="*", metavar="RUN[=PUBLISHED]", help="compare these; the published arm that one stands for")
+    several.add_argument("--name", default="comparison", help="name of the comparison [comparison]")
+    several.add_argument("--fit", default="", metavar="RUN,RUN", help="runs that predictions take their costs from")
     args: argparse.Namespace = parser.parse_args(argv)
+    if len(args.runs) > 1:
+        return _compare(args)
+    if args.runs:
+        args.run_id = args.runs[0].partition("=")[0]
     config = from_namespace(args)
     paths = RunPaths(config.root, config.run_id)
     report = assemble(paths, RunPaths(config.root, args.bare_run) if args.bare_run else None)
-    write(report, paths, _validation(paths))
+    write(report, paths, validation_of(paths))
     print(headline(report))
     print(f"report: {paths.report('html')}")
     return 0
 
 
-def assemble(paths: RunPaths, bare: RunPaths | None = None) -> RunReport:
-    """The report of the run at ``paths``. ``bare`` is a run whose median step effective goodput is measured with.
+def _compare(args: argparse.Namespace) -> int:
+    from steps import compare
+    from trainer.paths import comparison
+
+    root = from_namespace(args).root.absolute()
+    found = compare.compare_runs(root, args.name, args.runs, [run for run in args.fit.split(",") if run])
+    for problem in found.problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    print(compare.headline(found))
+    print(f"report: {comparison(root, args.name, 'html')}")
+    return 0
+
+
+def assemble(paths: RunPaths, bare: RunPaths | None = None, happened: Sequence[Event] | None = None) -> RunReport:
+    """The report of the run at ``paths``. ``bare`` is a run whose median step effective goodput is measured with;
+    ``happened`` are the run's events, where they have been read already.
 
     Raises ``ConfigurationError`` if one of the runs does not exist.
     """
     record = read_run(paths)
-    happened = list(events.read(paths.events))
+    happened = list(events.read(paths.events)) if happened is None else happened
     expected = expectation(record, bare_step_seconds(bare) if bare is not None else None)
     found = analyse(happened, expected)
-    verdicts = _validation(paths)
+    verdicts = validation_of(paths)
     valid = [verdict.valid for verdict in verdicts.verdicts if verdict.kind != "stray"] if verdicts else []
     saved = record.config.checkpoint_mode == "off" or found.last_commit >= record.config.max_steps
     complete = found.steps_completed >= record.config.max_steps and saved
@@ -138,7 +161,7 @@ def bare_step_seconds(bare: RunPaths) -> float:
     return median
 
 
-def _validation(paths: RunPaths) -> ValidationReport | None:
+def validation_of(paths: RunPaths) -> ValidationReport | None:
     """validation.json; None where the run was not validated. One that cannot be read does not keep a report from being made."""
     try:
         return ValidationReport.read(paths.validation)
@@ -180,10 +203,11 @@ def write(report: RunReport, paths: RunPaths, validation: ValidationReport | Non
 
 def render(template: str, report: RunReport, validation: ValidationReport | None) -> str:
     """``template`` (a file beside this one) filled with the report."""
-    return _environment().get_template(template).render(report=report, validation=validation, headline=headline(report))
+    return environment_of().get_template(template).render(report=report, validation=validation, headline=headline(report))
 
 
-def _environment() -> jinja2.Environment:
+def environment_of() -> jinja2.Environment:
+    """Templates are the files beside this one; HTML is escaped, and a name that is not given is an error."""
     import jinja2
 
     def source(name: str) -> str | None:

@@ -51,7 +51,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,18 +124,39 @@ class EventLog:
         os.close(self._fd)
 
 
-def read(directory: Path) -> Iterator[Event]:
-    """All events of a run in the order of their wall clock. Torn last lines are skipped.
+@dataclass(frozen=True)
+class EventFile:
+    """What one process left: its events, and how many lines are none (torn, or of another version)."""
 
-    A line in the middle of a file that is not an event is skipped too: it can only come from a full disk.
-    """
-    events: list[Event] = []
+    name: str
+    events: tuple[Event, ...]
+    unreadable: int
+
+
+def read_files(directory: Path) -> list[EventFile]:
+    """The event files of a run, by name."""
+    found = []
     for path in sorted(directory.glob("*.jsonl")):
+        events: list[Event] = []
+        unreadable = 0
         for line in path.read_bytes().split(b"\n"):
             if line:
                 try:
                     events.append(Event.model_validate_json(line))
                 except ValidationError:
-                    continue
-    events.sort(key=lambda e: (e.time, e.monotonic))
-    yield from events
+                    unreadable += 1
+        found.append(EventFile(path.name, tuple(events), unreadable))
+    return found
+
+
+def in_order(files: Iterable[EventFile]) -> list[Event]:
+    """The events of ``files`` in the order of their wall clock."""
+    return sorted((event for file in files for event in file.events), key=lambda e: (e.time, e.monotonic))
+
+
+def read(directory: Path) -> Iterator[Event]:
+    """All events of a run in the order of their wall clock. Torn last lines are skipped.
+
+    A line in the middle of a file that is not an event is skipped too: it can only come from a full disk.
+    """
+    yield from in_order(read_files(directory))

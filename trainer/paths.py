@@ -152,6 +152,11 @@ def runs(root: Path) -> Path:
     return root / "runs"
 
 
+def comparison(root: Path, name: str, kind: str) -> Path:
+    """The comparative report ``name`` of several runs; ``kind`` is json, md or html."""
+    return root / "comparisons" / name / f"report.{kind}"
+
+
 def workflow(root: Path, name: str) -> Path:
     """What the local engine leaves of one workflow: workflow.json and a directory per node."""
     return root / "workflows" / name

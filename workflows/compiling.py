@@ -5,34 +5,46 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from hera.workflows import Workflow, WorkflowTemplate
 
 from trainer.errors import ConfigurationError
 from trainer.records import write_whole
+from workflows import arms
+from workflows.benchmark import benchmark_pipeline
 from workflows.training import training_pipeline
 
 PROJECT = Path(__file__).resolve().parent.parent
 TEMPLATES = PROJECT / "templates"
-PIPELINES: dict[str, Callable[[type[Workflow]], Workflow]] = {"training": training_pipeline}
-"""Pipeline name -> the function that authors it."""
+PIPELINES = ("training", "benchmark")
+DEFAULT_TABLE = "laptop"
+
+
+def author(pipeline: str, kind: type[Workflow], table: str = DEFAULT_TABLE, repetitions: int = 1) -> Workflow:
+    """The pipeline as a Hera object; ``table`` and ``repetitions`` are a benchmark's."""
+    if pipeline == "benchmark":
+        return benchmark_pipeline(kind, arms.load(table), repetitions)
+    return training_pipeline(kind)
 
 
 def documents() -> dict[str, str]:
-    """File name under ``templates/`` -> its YAML: per pipeline a Workflow to submit and a WorkflowTemplate to keep."""
-    compiled = {}
-    for name in PIPELINES:
-        compiled[f"{name}.yaml"] = to_yaml(name, Workflow)
-        compiled[f"{name}-template.yaml"] = to_yaml(name, WorkflowTemplate)
+    """File name under ``templates/`` -> its YAML: training as a Workflow to submit and a WorkflowTemplate to keep, a
+    benchmark as a Workflow for each table of experiments."""
+    compiled = {
+        "training.yaml": to_yaml("training", Workflow),
+        "training-template.yaml": to_yaml("training", WorkflowTemplate),
+    }
+    for table in arms.tables():
+        compiled[f"benchmark-{table}.yaml"] = to_yaml("benchmark", Workflow, table)
     return compiled
 
 
-def to_yaml(pipeline: str, kind: type[Workflow] = Workflow) -> str:
+def to_yaml(pipeline: str, kind: type[Workflow] = Workflow, table: str = DEFAULT_TABLE, repetitions: int = 1) -> str:
     """The compiled pipeline, headed by a line that says where it comes from."""
-    origin = f"# Made from workflows/{pipeline}.py by `python workflows/run.py compile`; change it there.\n"
-    return origin + str(PIPELINES[pipeline](kind).to_yaml(width=120))
+    sources = f"workflows/{pipeline}.py" + (f" and experiments/{Path(table).stem}.yaml" if pipeline == "benchmark" else "")
+    origin = f"# Made from {sources} by `python workflows/run.py compile`; change it there.\n"
+    return origin + str(author(pipeline, kind, table, repetitions).to_yaml(width=120))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,8 @@ LOCK_SECONDS = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to run")
-    what.add_argument("--pipeline", choices=("training",), default="training", help="pipeline to run [training]")
+    what.add_argument("--pipeline", choices=("training", "benchmark"), default="training", help="pipeline to run [training]")
+    add_benchmark_arguments(what)
     what.add_argument("--file", type=Path, metavar="YAML", help="run this Argo workflow instead of a pipeline")
     what.add_argument(
         "-p", dest="parameters", action="append", default=[], metavar="NAME=VALUE", help="set a parameter of --file"
@@ -43,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--quiet", action="store_true", help="print only how it ended")
     what.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_flags(parser)
+
+
+def add_benchmark_arguments(parser: argparse._ArgumentGroup) -> None:
+    """What a benchmark is made of."""
+    parser.add_argument("--experiments", default="laptop", metavar="TABLE", help="a benchmark's experiments: laptop, p5 or a YAML file [laptop]")
+    parser.add_argument("--repetitions", type=int, default=1, metavar="N", help="runs of a benchmark's headline arms [1]")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -58,9 +65,13 @@ def main(args: argparse.Namespace) -> int:
     if args.parameters and not args.file:
         raise ConfigurationError("-p sets a parameter of --file; the pipeline's parameters are flags (see --help)")
     if args.resume:
-        return local.resume(options.root, args.resume, _for_pipeline(options)).exit_code
+        return local.resume(options.root, args.resume, for_pipeline(options)).exit_code
     if args.file:
         return run_file(args.file, dict(_pairs(args.parameters, "-p")), options)
+    if args.pipeline == "benchmark":
+        from workflows import benchmarkrun
+
+        return benchmarkrun.main(args, options)
     return run_pipeline(args.pipeline, resolve(from_namespace(args), chosen="launcher" in args), options)
 
 
@@ -95,10 +106,10 @@ def run_pipeline(pipeline: str, config: RunConfig, options: local.Options) -> in
             _say(f"run '{config.run_id}' is complete; give another --run-id to train again", finished, run, options)
             return 0
         wait_for_release(run.lock, config.run_id)
-        name = _workflow_name(config)
+        name = workflow_name(config.root, config.run_id)
         file = paths.compiled_workflow(config.root, name)
         write_whole(file, _compiled(pipeline).encode())
-        result = local.run(local.load(file, arguments(config)), _for_pipeline(replace(options, name=name)))
+        result = local.run(local.load(file, arguments(config)), for_pipeline(replace(options, name=name)))
     failed = f"failed with exit code {result.exit_code}; each step's words are beside {result.workflow_json}"
     _say(failed if result.exit_code else "", read_report(run), run, options)
     return result.exit_code
@@ -191,15 +202,15 @@ def _compiled(pipeline: str) -> str:
     return to_yaml(pipeline)
 
 
-def _workflow_name(config: RunConfig) -> str:
+def workflow_name(root: Path, run_id: str) -> str:
     """``<run id>-<n>``, the first that is free: like Argo, every call makes a Workflow of its own."""
     number = 1
-    while paths.workflow(config.root, f"{config.run_id}-{number}").exists():
+    while paths.workflow(root, f"{run_id}-{number}").exists():
         number += 1
-    return f"{config.run_id}-{number}"
+    return f"{run_id}-{number}"
 
 
-def _for_pipeline(options: local.Options) -> local.Options:
+def for_pipeline(options: local.Options) -> local.Options:
     """``options`` with what the pipelines need: the root in place of the claim, and this project, installed or not."""
     from steps.cluster import CLAIM
 

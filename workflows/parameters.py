@@ -7,7 +7,7 @@ a dash stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -51,6 +51,11 @@ def workflow_parameters() -> list[ParameterSpec]:
     return specs + [ParameterSpec(name, value, text) for name, (value, text) in PLACEMENT.items()]
 
 
+def workflow_defaults() -> dict[str, str]:
+    """The parameters of the training pipeline with their defaults."""
+    return {spec.name: spec.value for spec in workflow_parameters()}
+
+
 def cluster_config(**changes: Any) -> RunConfig:
     """The configuration that the committed workflows have by default, with ``changes``."""
     return RunConfig.model_validate(CLUSTER_DEFAULTS | changes)
@@ -61,9 +66,17 @@ def reference(name: str) -> str:
     return "{{workflow.parameters.%s}}" % name  # noqa: UP031 -- braces
 
 
-def flags(names: Iterable[str]) -> list[str]:
-    """The arguments of a step: ``--max-steps={{workflow.parameters.max-steps}}`` for each field or parameter."""
-    return [f"{flag(name)}={reference(parameter(name))}" for name in names]
+def input_reference(name: str) -> str:
+    """The tag that stands for an input parameter of the template it is in."""
+    return "{{inputs.parameters.%s}}" % name  # noqa: UP031 -- braces
+
+
+def flags(names: Iterable[str], inputs: Collection[str] = ()) -> list[str]:
+    """The arguments of a step: ``--max-steps={{workflow.parameters.max-steps}}`` for each field or parameter.
+
+    Those in ``inputs`` are parameters of the template instead of the workflow's.
+    """
+    return [f"{flag(name)}={(input_reference if name in inputs else reference)(parameter(name))}" for name in names]
 
 
 def arguments(config: RunConfig) -> dict[str, str]:

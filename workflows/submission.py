@@ -21,7 +21,9 @@ from steps import cluster
 from trainer import environment
 from trainer.config import RunConfig, add_flags, build
 from trainer.errors import ConfigurationError, DeniedError, ExitCode, UnavailableError, normalise
-from workflows.compiling import PIPELINES
+from workflows import arms, benchmark
+from workflows.compiling import PIPELINES, author
+from workflows.localrun import add_benchmark_arguments
 from workflows.parameters import CLUSTER_DEFAULTS, PLACEMENT, arguments
 
 Answer = TypeVar("Answer")
@@ -50,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="wait for the end, at most that long [a week]",
     )
-    parser.add_argument(
-        "--pipeline", choices=tuple(PIPELINES), default="training", help="pipeline to submit [training]"
-    )
+    what = parser.add_argument_group("what to submit")
+    what.add_argument("--pipeline", choices=PIPELINES, default="training", help="pipeline to submit [training]")
+    add_benchmark_arguments(what)
     placement = parser.add_argument_group("placement")
     for name, (default, text) in PLACEMENT.items():
         placement.add_argument(f"--{name}", default=default, help=f"{text} [{default}]")
@@ -62,15 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Submit; with ``--wait`` end with the code of the step that failed."""
     given = {name: value for name, value in vars(args).items() if name in RunConfig.model_fields}
-    config = build(CLUSTER_DEFAULTS | given)
     placement = {name: str(getattr(args, name.replace("-", "_"))) for name in PLACEMENT}
     server = Server(args.argo_server, args.namespace, environment.variable(args.token_env), verify=not args.insecure)
-    check(config, placement)
-    workflow = authored(args.pipeline, config, placement)
-    for other in server.running(config.run_id):
-        print(f"{other} is at work on run '{config.run_id}'; the new workflow waits for it", flush=True)
+    if args.pipeline == "benchmark":
+        run_id, workflow = authored_benchmark(args.experiments, args.repetitions, given, placement)
+    else:
+        config = build(CLUSTER_DEFAULTS | given)
+        check(config, placement)
+        run_id, workflow = config.run_id, authored(config, placement)
+    for other in server.running(run_id):
+        print(f"{other} is at work on run '{run_id}'; the new workflow waits for it", flush=True)
     name = server.submit(workflow)
-    print(f"submitted {name} for run '{config.run_id}': {server.link(name)}", flush=True)
+    print(f"submitted {name} for run '{run_id}': {server.link(name)}", flush=True)
     return server.wait(name, args.wait) if args.wait is not None else 0
 
 
@@ -88,10 +93,26 @@ def check(config: RunConfig, placement: dict[str, str]) -> None:
         cluster.check(config, pod, shape)
 
 
-def authored(pipeline: str, config: RunConfig, placement: dict[str, str]) -> Workflow:
-    """The pipeline's Workflow with the arguments that make ``config``."""
-    workflow = PIPELINES[pipeline](Workflow)
-    values = arguments(config) | placement
+def authored(config: RunConfig, placement: dict[str, str]) -> Workflow:
+    """The training pipeline's Workflow with the arguments that make ``config``."""
+    return _with_arguments(author("training", Workflow), arguments(config) | placement)
+
+
+def authored_benchmark(
+    experiments: str, repetitions: int, given: dict[str, Any], placement: dict[str, str]
+) -> tuple[str, Workflow]:
+    """The id and the Workflow of a benchmark; ``given`` changes what its arms share. Each arm is checked."""
+    table = arms.load(experiments)
+    changes = arms.shared_changes(table, given)
+    configs = [table.config(name, changes) for name in table.names]
+    for config in configs:
+        check(config, placement)
+    run_id = str(given.get("run_id", "benchmark"))
+    values = benchmark.arguments(table, configs[0], run_id) | placement
+    return run_id, _with_arguments(author("benchmark", Workflow, experiments, repetitions), values)
+
+
+def _with_arguments(workflow: Workflow, values: dict[str, str]) -> Workflow:
     workflow.arguments = [Parameter(name=name, value=value) for name, value in values.items()]
     return workflow
 

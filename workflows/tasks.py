@@ -6,6 +6,7 @@ Argo tries again; the codes that no attempt can change (``FINAL_CODES``) are nev
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from steps.release import WEBHOOK_VARIABLE
 from trainer.config import parameter
 from trainer.errors import FINAL_CODES
 from trainer.paths import RunPaths
-from workflows.parameters import DOWNLOAD_FIELDS, PLACEMENT, RECORD_FIELDS, RUN_FIELDS, flags, reference
+from workflows.arms import Emulated
+from workflows.parameters import (
+    DOWNLOAD_FIELDS,
+    PLACEMENT,
+    RECORD_FIELDS,
+    RUN_FIELDS,
+    flags,
+    input_reference,
+    reference,
+)
 
 VOLUME = "root"
 
@@ -56,27 +66,32 @@ def download() -> Container:
     )
 
 
-def train() -> Container:
-    """Supervises the training pods. Needs no GPU itself, and outlives none of its retries: a new one attaches."""
+def train(varied: Collection[str] = ()) -> Container:
+    """Supervises the training pods. Needs no GPU itself, and outlives none of its retries: a new one attaches.
+
+    The fields in ``varied`` are the template's own parameters: a benchmark gives each of its arms other values.
+    """
     return _step(
         "train",
         [
-            *flags((*RUN_FIELDS, *PLACEMENT)),
+            *flags((*RUN_FIELDS, *PLACEMENT), varied),
             "--workflow={{workflow.name}}",
             "--dataset={{inputs.parameters.dataset}}",
         ],
-        inputs=[Parameter(name="dataset")],
+        inputs=[Parameter(name="dataset"), *inputs(varied)],
         retry_strategy=retry(TRAIN_RETRIES, cap="5m"),
         resources=Resources(cpu_request="100m", memory_request="256Mi"),
         service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
     )
 
 
-def validate() -> Container:
+def validate(varied: Collection[str] = ()) -> Container:
     """Reads every checkpoint as a resume would and says which are whole."""
+    own = [name for name in RECORD_FIELDS if name in varied]
     return _step(
         "validate",
-        flags(RECORD_FIELDS),
+        flags(RECORD_FIELDS, own),
+        inputs=inputs(own),
         retry_strategy=retry(RECORD_RETRIES),
         resources=Resources(cpu_request="500m", memory_request="2Gi"),
     )
@@ -98,11 +113,47 @@ def report() -> Container:
     )
 
 
-def release() -> Container:
-    """The exit handler: whatever happened, nothing of the run goes on costing money; the webhook hears of it."""
+def storage_rate(emulated: Emulated) -> Container:
+    """How fast the emulated storage of a benchmark is, from the pace of its bare run."""
+    own = ["run_id"]
+    run = RunPaths(Path(reference("root")), input_reference("run-id"))
+    path = str(run.output("storage_rate", "bytes-per-second"))
+    return _step(
+        "storage_rate",
+        [
+            *flags(RECORD_FIELDS, own),
+            f"--save-to-interval={emulated.save_to_interval:g}",
+            f"--interval-steps={emulated.interval_steps}",
+        ],
+        inputs=inputs(own),
+        retry_strategy=retry(RECORD_RETRIES),
+        outputs=[Parameter(name="bytes-per-second", value_from=ValueFrom(path=path))],
+        resources=Resources(cpu_request="200m", memory_request="1Gi"),
+    )
+
+
+def compare(runs: Sequence[str], fitted: Sequence[str]) -> Container:
+    """The comparative report of a benchmark, and the report of each of its runs."""
+    return _step(
+        "report",
+        [
+            *flags(("root",)),
+            f"--name={reference('run-id')}",
+            f"--fit={','.join(fitted)}",
+            *runs,
+        ],
+        retry_strategy=retry(RECORD_RETRIES),
+        resources=Resources(cpu_request="200m", memory_request="512Mi"),
+    )
+
+
+def release(runs: Sequence[str] = ()) -> Container:
+    """The exit handler: whatever happened, nothing of the run (or of the ``runs`` of a benchmark) goes on costing money;
+    the webhook hears of it."""
+    words = [*flags((*RECORD_FIELDS, "launcher")), "--status={{workflow.status}}", "--workflow={{workflow.name}}", *runs]
     return _step(
         "release",
-        [*flags((*RECORD_FIELDS, "launcher")), "--status={{workflow.status}}", "--workflow={{workflow.name}}"],
+        words,
         retry_strategy=retry(RECORD_RETRIES),
         service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
         env=[SecretEnv(name=WEBHOOK_VARIABLE, secret_name=WEBHOOK_SECRET, secret_key="url", optional=True)],
@@ -115,9 +166,14 @@ def shared_volume() -> ExistingVolume:
     return ExistingVolume(name=VOLUME, claim_name=CLAIM)
 
 
+def inputs(fields: Iterable[str]) -> list[Parameter]:
+    """The input parameters that stand for ``fields``."""
+    return [Parameter(name=parameter(name)) for name in fields]
+
+
 def _step(name: str, args: list[str], **options: Any) -> Container:
     return Container(
-        name=name,
+        name=parameter(name),
         image=reference("image"),
         command=["python", "-m", f"steps.{name}"],
         args=args,

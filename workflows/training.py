@@ -24,16 +24,16 @@ from hera.workflows.models import (
 
 from steps.cluster import LABEL_RUN, SERVICE_ACCOUNT_STEPS, pod_security
 from workflows import tasks
-from workflows.parameters import reference, workflow_parameters
+from workflows.parameters import reference, workflow_defaults, workflow_parameters
 
 NAME = "holdfast-training"
-LABELS = {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/part-of": NAME}
+TEXTS = {"title": "Fault-tolerant training", "description": "download, train through faults, validate the checkpoints, report"}
 DAY = 24 * 3600
 
 
 def training_pipeline(kind: type[Workflow] = Workflow) -> Workflow:
     """The pipeline as a ``Workflow`` that is ready to submit, or (``WorkflowTemplate``) as one that is kept."""
-    with kind(**_settings(kind)) as workflow:
+    with kind(**settings(kind, NAME, workflow_defaults(), TEXTS)) as workflow:
         steps = {step.name: step for step in (tasks.download(), tasks.train(), tasks.validate(), tasks.report())}
         workflow.on_exit = tasks.release()
         with DAG(name="training"):
@@ -51,25 +51,25 @@ def training_pipeline(kind: type[Workflow] = Workflow) -> Workflow:
     return workflow
 
 
-def _settings(kind: type[Workflow]) -> dict[str, Any]:
-    """What surrounds the steps: parameters, identity, clean-up, and the lock that keeps two workflows off one run."""
+def settings(kind: type[Workflow], name: str, values: dict[str, str], texts: dict[str, str]) -> dict[str, Any]:
+    """What surrounds the steps of a pipeline: parameters with their ``values``, identity, clean-up, and the lock that
+    keeps two workflows off one run. ``texts`` are its title and description."""
     run_id = reference("run-id")
+    labels = {"app.kubernetes.io/name": "holdfast", "app.kubernetes.io/part-of": name}
     return {
-        **({"name": NAME} if kind is WorkflowTemplate else {"generate_name": NAME + "-"}),
-        "entrypoint": "training",
+        **({"name": name} if kind is WorkflowTemplate else {"generate_name": name + "-"}),
+        "entrypoint": name.removeprefix("holdfast-"),
         "arguments": [
-            Parameter(name=p.name, value=p.value, description=p.description, enum=list(p.enum) or None)
+            Parameter(name=p.name, value=values[p.name], description=p.description, enum=list(p.enum) or None)
             for p in workflow_parameters()
+            if p.name in values
         ],
-        "labels": LABELS,
-        "annotations": {
-            "workflows.argoproj.io/title": "Fault-tolerant training",
-            "workflows.argoproj.io/description": "download, train through faults, validate the checkpoints, report",
-        },
+        "labels": labels,
+        "annotations": {f"workflows.argoproj.io/{key}": text for key, text in texts.items()},
         "workflow_metadata": WorkflowMetadata(
             labels_from={LABEL_RUN: LabelValueFrom(expression="workflow.parameters['run-id']")}
         ),
-        "pod_metadata": Metadata(labels=LABELS | {LABEL_RUN: run_id}),
+        "pod_metadata": Metadata(labels=labels | {LABEL_RUN: run_id}),
         "volumes": [tasks.shared_volume()],
         "service_account_name": SERVICE_ACCOUNT_STEPS,
         "synchronization": Synchronization(mutexes=[Mutex(name=f"holdfast-{run_id}")]),

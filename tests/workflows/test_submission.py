@@ -17,7 +17,7 @@ DEFAULT_PLACEMENT = {name: value for name, (value, _) in PLACEMENT.items()}
 
 def test_the_submitted_workflow_is_the_committed_one_but_for_its_values() -> None:
     config = cluster_config(run_id="mine", nodes=2, global_batch_size=16, max_steps=40)
-    made = authored("training", config, DEFAULT_PLACEMENT | {"image": "repository/holdfast:1"}).to_dict()
+    made = authored(config, DEFAULT_PLACEMENT | {"image": "repository/holdfast:1"}).to_dict()
     committed = training_pipeline().to_dict()
     values = {item["name"]: item["value"] for item in made["spec"].pop("arguments")["parameters"]}
     committed["spec"].pop("arguments")

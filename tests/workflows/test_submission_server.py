@@ -71,7 +71,7 @@ def test_waiting_ends_at_its_deadline_and_says_where_the_workflow_is(
     address: str, namespace: str, service: WorkflowsService
 ) -> None:
     server = Server(address, namespace, "")
-    workflow = authored("training", cluster_config(run_id=f"submit-{secrets.token_hex(4)}"), PLACEMENT)
+    workflow = authored(cluster_config(run_id=f"submit-{secrets.token_hex(4)}"), PLACEMENT)
     workflow.suspend = True
     name = server.submit(workflow)
     with pytest.raises(UnavailableError, match=f"{name} has not ended after 6 s"):

@@ -1,0 +1,84 @@
+"""Compare runs: read what each left, write ``comparisons/<name>/report.{json,md,html}`` and each run's own report.
+
+    python -m steps.report --root DIR [--name NAME] [--fit RUN,RUN] RUN[=PUBLISHED] RUN[=PUBLISHED] ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from steps import comparison_figures, figures, report
+from steps.comparison import Arm, Comparison, compare, differs
+from steps.evidence import Evidence, examine
+from steps.published import PUBLISHED
+from trainer import paths
+from trainer.errors import ConfigurationError
+from trainer.paths import RunPaths
+from trainer.records import write_whole
+
+
+def compare_runs(root: Path, name: str, words: Sequence[str], fitted: Sequence[str]) -> Comparison:
+    """Read the runs, write the reports, say how it came out. Raises ``ConfigurationError`` when there is none of the runs."""
+    named = dict(split(word) for word in words)
+    runs = [examine(RunPaths(root, run)) for run in named]
+    if not any(run.files or run.report for run in runs):
+        raise ConfigurationError(f"there is none of the runs {', '.join(named)} under {root}; check --root, or train first")
+    unknown = [run for run in fitted if run not in named]
+    if unknown:
+        raise ConfigurationError(f"--fit {unknown[0]} is not among the runs to compare")
+    found = compare(name, runs, fitted, named, time.time())
+    for run in runs:
+        if run.report is not None:
+            own = run.report.model_copy(update={"effective_goodput": effective(found.arm(run.run_id))})
+            report.write(own, run.paths, report.validation_of(run.paths))
+    found.write(paths.comparison(root, name, "json"))
+    for kind in ("md", "html"):
+        write_whole(paths.comparison(root, name, kind), render(kind, found, runs).encode())
+    return found
+
+
+def split(word: str) -> tuple[str, str]:
+    """``RUN`` or ``RUN=PUBLISHED`` -> the run and the published arm it stands for."""
+    run, _, key = word.partition("=")
+    if key and key not in PUBLISHED:
+        raise ConfigurationError(f"{word}: there is no published arm '{key}'; use one of {', '.join(PUBLISHED)}")
+    return run, key
+
+
+def effective(arm: Arm) -> float | None:
+    return arm.figures.effective_goodput if arm.figures else None
+
+
+def render(kind: str, found: Comparison, runs: Sequence[Evidence]) -> str:
+    """The page (``html``) or the text (``md``)."""
+    reports = {run.run_id: run.report for run in runs if run.report is not None}
+    costs = comparison_figures.costs_of(found)
+    return report.environment_of().get_template(f"comparison.{kind}.j2").render(
+        it=found,
+        reports=reports,
+        headline=headline(found),
+        costs=costs,
+        plots=comparison_figures,
+        longest=max((one.wall_seconds for one in reports.values()), default=0.0),
+        differs=differs,
+        tables=[(table, [arm for arm in found.arms if arm.table == table]) for table in ("checkpoints", "faults")],
+    )  # fmt: skip
+
+
+def headline(found: Comparison) -> str:
+    """How it came out, in one or two sentences."""
+    complete = sum(arm.complete for arm in found.arms)
+    words = [f"{complete} of {len(found.arms)} runs are complete."]
+    if found.recipe and found.best and found.best != found.recipe:
+        best, recipe = found.arm(found.best), found.arm(found.recipe)
+        assert best.figures and recipe.figures and best.times_recipe
+        words.append(
+            f"Through the same {best.figures.faults} faults, {best.run} turned {figures.percent(best.figures.effective_goodput)} of its "
+            f"time into steps, {best.times_recipe:.2f} times as much as the published recipe ({recipe.run}, "
+            f"{figures.percent(recipe.figures.effective_goodput)})."
+        )
+    if found.worst_prediction is not None:
+        words.append(f"Predictions were at most {100 * found.worst_prediction:.1f} points off on the runs they were not fitted to.")
+    return " ".join(words)

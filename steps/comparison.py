@@ -1,0 +1,351 @@
+"""Several runs side by side (pure): ``report.json`` of a comparison, and how it is made of what the runs left.
+
+A run that is not complete is listed with its reason and gives no figures. Two runs with one configuration are
+repetitions of one arm: how far they differ is shown, and no smaller difference between arms is claimed. Every arm names
+its run and its event files, from which all of its numbers follow.
+
+The ``*_as_published`` figures use the formulas of the published results (``steps.published``) as far as those are known:
+without the drain of the last save, and with replayed steps counted as training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import log
+from statistics import fmean, median
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from steps.evidence import Evidence
+from steps.prediction import Costs, bare_of, breakdown, fit, is_bare, walk
+from steps.published import PUBLISHED, Published
+from steps.repeats import ratio_interval, spread
+from trainer.config import RunConfig
+from trainer.records import Breakdown, Record, RunReport
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Source(Frozen):
+    """An event file that an arm's numbers follow from."""
+
+    file: str
+    events: int
+    unreadable: int
+
+
+class Figures(Frozen):
+    """What an arm was worth."""
+
+    effective_goodput: float | None = Field(description="steps x the bare run's median step / wall; none without a bare run")
+    training_goodput: float
+    infrastructure_goodput: float
+    wall_seconds: float
+    breakdown_seconds: Breakdown
+    steps: int
+    step_seconds: float = Field(description="median, stalls left out")
+    commits: int
+    skipped: int
+    faults: int
+    outage_seconds: float = Field(description="mean of a fault's detection and recovery")
+    lost_steps: int
+    efficiency_as_published: float
+    training_goodput_as_published: float
+
+
+class Predicted(Frozen):
+    """What the costs of other arms say of this one."""
+
+    effective_goodput: float
+    wall_seconds: float
+    breakdown_seconds: Breakdown
+    commits: int
+    fitted: bool = Field(description="the costs were taken from this arm, so that it tests nothing")
+
+
+class PublishedFigures(Frozen):
+    """The published arm that this one stands for."""
+
+    key: str
+    label: str
+    efficiency: float | None
+    training_goodput: float | None
+    infrastructure_goodput: float | None
+    recovery_seconds: float | None
+
+
+class Arm(Frozen):
+    """One run of the comparison."""
+
+    run: str
+    label: str
+    table: Literal["bare", "checkpoints", "faults", "unknown"]
+    complete: bool
+    problems: tuple[str, ...]
+    config: RunConfig | None
+    bare_runs: tuple[str, ...] = ()
+    figures: Figures | None = None
+    predicted: Predicted | None = None
+    published: PublishedFigures | None = None
+    times_recipe: float | None = Field(None, description="effective goodput over that of the published recipe's arm")
+    report: str = Field("", description="the run's own report")
+    sources: tuple[Source, ...] = ()
+
+
+class Repeated(Frozen):
+    """An arm that was run several times."""
+
+    label: str
+    runs: tuple[str, ...]
+    effective_goodput: tuple[float, ...]
+    spread: float = Field(description="largest over smallest, less one")
+
+
+class Ratio(Frozen):
+    """Two repeated arms against each other, paired in the order in which they ran."""
+
+    first: str
+    second: str
+    pairs: int
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Comparison(Record):
+    """``comparisons/<name>/report.json``."""
+
+    name: str
+    created: float
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    arms: tuple[Arm, ...]
+    recipe: str = Field("", description="the arm of the published recipe")
+    best: str = Field("", description="the complete arm with faults that has the highest effective goodput")
+    noise: float | None = Field(None, description="the largest spread of an arm against itself")
+    repeated: tuple[Repeated, ...] = ()
+    ratios: tuple[Ratio, ...] = ()
+    costs: dict[str, Any] | None = Field(None, description="the costs of the parts, seconds, that predictions are made of")
+    worst_prediction: float | None = Field(None, description="largest error, in goodput, on arms not used for fitting")
+    problems: tuple[str, ...] = ()
+
+    def arm(self, run: str) -> Arm:
+        return next(arm for arm in self.arms if arm.run == run)
+
+
+def compare(
+    name: str, runs: Sequence[Evidence], fitted: Sequence[str], published: Mapping[str, str], created: float
+) -> Comparison:
+    """The comparison of ``runs``, in their order. ``fitted`` are those that predictions take their costs from;
+    ``published`` names the published arm that a run stands for."""
+    reports = [run.report for run in runs if run.report is not None]
+    costs = fit([run for run in runs if run.run_id in fitted])
+    arms = [_arm(run, reports, costs, run.run_id in fitted, published.get(run.run_id, "")) for run in runs]
+    arms = _against_recipe(arms)
+    recipe = next((arm for arm in arms if is_recipe(arm) and _value(arm)), None)
+    faulted = [arm for arm in arms if arm.table == "faults" and _value(arm)]
+    repeated = _repeated(arms)
+    errors = [_error(arm) for arm in arms]
+    return Comparison(
+        name=name,
+        created=created,
+        hardware=reports[0].hardware if reports else {},
+        versions=reports[0].versions if reports else {},
+        arms=tuple(arms),
+        recipe=recipe.run if recipe else "",
+        best=max(faulted, key=_value).run if faulted else "",
+        noise=max((group.spread for group in repeated), default=None),
+        repeated=repeated,
+        ratios=_ratios(repeated, recipe),
+        costs=_as_dict(costs),
+        worst_prediction=max((error for error in errors if error is not None), default=None),
+        problems=_problems(runs, arms),
+    )
+
+
+def _arm(run: Evidence, reports: Sequence[RunReport], costs: Costs | None, fitted: bool, key: str) -> Arm:
+    report = run.report
+    published = _published(key)
+    sources = tuple(Source(file=f.name, events=len(f.events), unreadable=f.unreadable) for f in run.files)
+    if report is None:
+        return Arm(run=run.run_id, label=run.run_id, table="unknown", complete=False, problems=run.problems,
+                   config=None, published=published, sources=sources)  # fmt: skip
+    bare = bare_of(report.config, reports)
+    return Arm(
+        run=run.run_id,
+        label=label_of(report.config),
+        table=table_of(report.config),
+        complete=report.complete,
+        problems=run.problems,
+        config=report.config,
+        bare_runs=tuple(one.run_id for one in bare),
+        figures=_figures(run, report, bare) if report.complete else None,
+        predicted=_predicted(report, bare, costs, fitted) if report.complete else None,
+        published=published,
+        report=str(run.paths.report("html").relative_to(run.paths.root)),
+        sources=sources,
+    )
+
+
+def _published(key: str) -> PublishedFigures | None:
+    if not key:
+        return None
+    found: Published = PUBLISHED[key]
+    return PublishedFigures(
+        key=key, label=found.label, efficiency=found.efficiency, training_goodput=found.training_goodput,
+        infrastructure_goodput=found.infrastructure_goodput, recovery_seconds=found.recovery_seconds,
+    )  # fmt: skip
+
+
+def bare_step(bare: Sequence[RunReport]) -> float:
+    """The median step of the bare runs; of several the median."""
+    return median(report.throughput.median_step_seconds for report in bare)
+
+
+def _figures(run: Evidence, report: RunReport, bare: Sequence[RunReport]) -> Figures:
+    parts, wall = report.breakdown_seconds, report.wall_seconds
+    trained = parts.productive + parts.replay
+    drain = run.waits.get("drain", 0.0)
+    waited = max(0.0, parts.checkpoint_stall - drain)
+    outages = [fault.detection_seconds + fault.recovery_seconds for fault in report.faults]
+    return Figures(
+        effective_goodput=report.steps_completed * bare_step(bare) / wall if bare else None,
+        training_goodput=report.training_goodput,
+        infrastructure_goodput=report.infrastructure_goodput,
+        wall_seconds=wall,
+        breakdown_seconds=parts,
+        steps=report.steps_completed,
+        step_seconds=report.throughput.median_step_seconds,
+        commits=report.checkpoints.committed,
+        skipped=report.checkpoints.skipped,
+        faults=len(report.faults),
+        outage_seconds=fmean(outages) if outages else 0.0,
+        lost_steps=report.lost_steps,
+        efficiency_as_published=trained / (trained + waited) if trained else 0.0,
+        training_goodput_as_published=trained / (wall - drain) if wall > drain else 0.0,
+    )
+
+
+def _predicted(report: RunReport, bare: Sequence[RunReport], costs: Costs | None, fitted: bool) -> Predicted | None:
+    if costs is None or not bare:
+        return None
+    step = fmean(one.breakdown_seconds.productive / max(1, one.steps_completed) for one in bare)
+    run = walk(report.config, replace(costs, step=step))
+    return Predicted(
+        effective_goodput=report.config.max_steps * bare_step(bare) / run.now,
+        wall_seconds=run.now,
+        breakdown_seconds=breakdown(run),
+        commits=run.commits,
+        fitted=fitted,
+    )
+
+
+def table_of(config: RunConfig) -> Literal["bare", "checkpoints", "faults"]:
+    """The table an arm belongs to."""
+    if config.fault_count:
+        return "faults"
+    return "bare" if is_bare(config) else "checkpoints"
+
+
+def label_of(config: RunConfig) -> str:
+    """What distinguishes an arm, in words."""
+    nodes = f"{config.nodes} node{'s' if config.nodes > 1 else ''}"
+    if is_bare(config):
+        return f"bare, {nodes}"
+    saves = "no checkpoints"
+    if config.checkpoint_mode != "off":
+        saves = f"{config.checkpoint_mode} every {config.checkpoint_interval_steps} of {config.max_steps} steps"
+    if config.snapshot_interval_steps:
+        saves += f", snapshots every {config.snapshot_interval_steps}"
+    return f"{config.recovery}, {saves}, {nodes}" if config.fault_count else f"{saves}, {nodes}"
+
+
+def is_recipe(arm: Arm) -> bool:
+    """Whether it is the published recipe: five faults, synchronous saves, in-process restart."""
+    config = arm.config
+    return config is not None and arm.table == "faults" and (
+        (config.checkpoint_mode, config.recovery, config.snapshot_interval_steps) == ("sync", "in-process", 0)
+    )  # fmt: skip
+
+
+def _value(arm: Arm) -> float:
+    return (arm.figures.effective_goodput or 0.0) if arm.figures else 0.0
+
+
+def _against_recipe(arms: Sequence[Arm]) -> list[Arm]:
+    recipe = [_value(arm) for arm in arms if is_recipe(arm) and _value(arm)]
+    if not recipe:
+        return list(arms)
+    return [
+        arm.model_copy(update={"times_recipe": _value(arm) / recipe[0]}) if arm.table == "faults" and _value(arm) else arm
+        for arm in arms
+    ]
+
+
+def _repeated(arms: Sequence[Arm]) -> tuple[Repeated, ...]:
+    """Arms of one configuration that were run more than once."""
+    groups: dict[str, list[Arm]] = {}
+    for arm in arms:
+        if arm.config is not None and _value(arm):
+            groups.setdefault(arm.config.model_dump_json(exclude={"run_id", "root"}), []).append(arm)
+    return tuple(
+        Repeated(
+            label=group[0].label,
+            runs=tuple(arm.run for arm in group),
+            effective_goodput=tuple(map(_value, group)),
+            spread=spread(list(map(_value, group))),
+        )
+        for group in groups.values()
+        if len(group) > 1
+    )
+
+
+def _ratios(repeated: Sequence[Repeated], recipe: Arm | None) -> tuple[Ratio, ...]:
+    """Each repeated arm against the recipe, if that was repeated as often."""
+    base = next((group for group in repeated if recipe is not None and recipe.run in group.runs), None)
+    found = []
+    for group in repeated:
+        if base is None or group is base or len(group.runs) != len(base.runs):
+            continue
+        ratio, interval = ratio_interval(group.effective_goodput, base.effective_goodput)
+        low, high = interval or (None, None)
+        found.append(Ratio(first=group.label, second=base.label, pairs=len(base.runs), ratio=ratio, low=low, high=high))
+    return tuple(found)
+
+
+def differs(first: float, second: float, noise: float | None) -> bool:
+    """Whether two values differ by more than an arm does from itself; unknown is no."""
+    return noise is not None and abs(log(first / second)) > log(1 + noise)
+
+
+def _error(arm: Arm) -> float | None:
+    """By how much the prediction of an arm that it was not fitted to was wrong."""
+    if arm.predicted is None or arm.predicted.fitted or arm.figures is None or arm.figures.effective_goodput is None:
+        return None
+    return abs(arm.predicted.effective_goodput - arm.figures.effective_goodput)
+
+
+def _as_dict(costs: Costs | None) -> dict[str, Any] | None:
+    if costs is None:
+        return None
+    return {name: dict(value) if isinstance(value := getattr(costs, name), Mapping) else value for name in costs.__slots__}
+
+
+def _problems(runs: Sequence[Evidence], arms: Sequence[Arm]) -> tuple[str, ...]:
+    """What is wrong with any run, and what keeps them from being compared as if all were alike."""
+    found = [f"{run.run_id}: {problem}" for run in runs for problem in run.problems]
+    for what in ("versions", "hardware"):
+        groups: dict[str, list[str]] = {}
+        for run in runs:
+            if run.report is not None:
+                told = ", ".join(f"{name} {value}" for name, value in sorted(getattr(run.report, what).items()))
+                groups.setdefault(told, []).append(run.run_id)
+        if len(groups) > 1:
+            found.append(f"the runs differ in {what}: " + "; ".join(f"{', '.join(ids)} with {told}" for told, ids in groups.items()))
+    found += [f"{arm.run}: no bare run of its shape is among the runs, so it has no effective goodput" for arm in arms
+              if arm.figures is not None and arm.figures.effective_goodput is None]  # fmt: skip
+    return tuple(found)

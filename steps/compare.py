@@ -74,8 +74,9 @@ def headline(found: Comparison) -> str:
     if found.recipe and found.best and found.best != found.recipe:
         best, recipe = found.arm(found.best), found.arm(found.recipe)
         assert best.figures and recipe.figures and best.times_recipe
+        faults = f"{best.figures.faults} faults" if best.figures.faults > 1 else "fault"
         words.append(
-            f"Through the same {best.figures.faults} faults, {best.run} turned {figures.percent(best.figures.effective_goodput)} of its "
+            f"Through the same {faults}, {best.run} turned {figures.percent(best.figures.effective_goodput)} of its "
             f"time into steps, {best.times_recipe:.2f} times as much as the published recipe ({recipe.run}, "
             f"{figures.percent(recipe.figures.effective_goodput)})."
         )

@@ -29,9 +29,11 @@ class Costs:
     step: float
     startup: float
     save: float
-    """Of the durable tier, until it is durable."""
+    """What the loop waits for a synchronous save of the durable tier."""
     save_stall: float
     """What the loop waits for an asynchronous one."""
+    write: float
+    """From the start of an asynchronous one until it is durable."""
     load: float
     """From the durable tier."""
     snapshot_stall: float
@@ -89,7 +91,7 @@ class Walk:
         else:
             self.drain()
             self.spend("checkpoint_stall", self.costs.save_stall)
-            self.writing = (self.step, self.now + self.costs.save)
+            self.writing = (self.step, self.now - self.costs.save_stall + self.costs.write)
             if last:
                 self.drain()
 
@@ -154,13 +156,15 @@ def fit(runs: Sequence[Evidence]) -> Costs | None:
     background = [(run, r) for run, r in reports if r.config.checkpoint_mode == "async"]
     snapshots = [r.snapshots.mean_stall_seconds for _, r in reports if r.snapshots.committed]
     stalls = [run.waits.get("save", 0.0) / max(1, r.checkpoints.committed) for run, r in background]
-    durable = [r.checkpoints.mean_durable_seconds for r in sync] or [r.checkpoints.mean_durable_seconds for _, r in background]
+    saves = [r.checkpoints.mean_stall_seconds for r in sync]
+    writes = [r.checkpoints.mean_durable_seconds for _, r in background]
     faults = [fault for _, report in reports for fault in report.faults if fault.injected]
     return Costs(
         step=fmean(r.breakdown_seconds.productive / max(1, r.steps_completed) for r in bare),
         startup=median(r.breakdown_seconds.startup for _, r in reports),
-        save=_mean(durable),
+        save=_mean(saves or writes),
         save_stall=_mean(stalls),
+        write=_mean(writes or saves),
         load=_mean(_loads(faults)),
         snapshot_stall=_mean(snapshots),
         restart=_by((f.recovered_by, f.recovery_seconds - _load(f)) for f in faults),

@@ -65,14 +65,24 @@ def a_run(root: Path, *, complete: bool) -> tuple[RunPaths, Path]:
     return run, snapshots
 
 
-def end(root: Path, status: str, *, hook: str = "") -> subprocess.CompletedProcess[str]:
+def end(root: Path, status: str, *runs: str, hook: str = "") -> subprocess.CompletedProcess[str]:
     """Run the step as Argo would."""
     command = [sys.executable, "-m", "steps.release", f"--root={root}", "--run-id=mine", "--launcher=local"]
     return subprocess.run(
-        [*command, f"--status={status}", "--workflow=wf-1"],
+        [*command, f"--status={status}", "--workflow=wf-1", *runs],
         env={"HOLDFAST_WEBHOOK": hook, "PATH": ""}, cwd=Path(release.__file__).parent.parent,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
+
+
+def test_the_runs_of_a_benchmark_are_released_with_it(tmp_path: Path) -> None:
+    """The benchmark itself is no run; of its arms one never began."""
+    run, snapshots = a_run(tmp_path, complete=True)
+    run.run.rename(run.run.with_name("arm"))
+    snapshots.parent.rename(RunPaths(tmp_path, "arm").snapshots(tmp_path / "memory", 0).parent)
+    done = end(tmp_path, "Succeeded", "never-began", "arm")
+    assert done.returncode == 0, done.stderr
+    assert not RunPaths(tmp_path, "arm").snapshots(tmp_path / "memory", 0).exists()
 
 
 def test_a_complete_run_leaves_nothing_in_memory(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from trainer import events
 from trainer.config import RunConfig, build
+from trainer.errors import ConfigurationError
 from trainer.faults import InjectedFault, Injector, schedule
 from trainer.paths import RunPaths
 
@@ -53,6 +54,22 @@ def test_ranks_can_be_listed_or_include_rank_0() -> None:
     assert {fault.rank for fault in schedule(config(gpus_per_node=1))} == {0}
     # Where a fault strikes does not move when.
     assert [fault.step for fault in schedule(config(fault_ranks="all"))] == [62, 239, 574, 1320, 1529]
+
+
+def test_steps_can_be_named() -> None:
+    faults = schedule(config(fault_steps="1,7,8,1999,2000"))
+    assert [fault.step for fault in faults] == [1, 7, 8, 1999, 2000]
+    assert [fault.rank for fault in faults] == [fault.rank for fault in schedule(config())]
+
+
+@pytest.mark.parametrize(
+    ("steps", "reason"),
+    [("1,2", "names 2 steps"), ("1,2,3,4,2001", "max_steps 2000"), ("0,2,3,4,5", "between 1"), ("5,4,3,2,1", "rising"),
+     ("1,1,2,3,4", "rising"), ("1,2,3,4,x", "comma list")],
+)  # fmt: skip
+def test_named_steps_that_cannot_be_are_refused(steps: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        config(fault_steps=steps)
 
 
 @settings(deadline=None)

@@ -66,6 +66,8 @@ def test_every_watchdog_is_longer_than_what_it_watches() -> None:
         limits.check()
         assert limits.soft < limits.hard < limits.startup
         assert limits.collective > max(limits.startup, limits.save)
+        # Without a watchdog a hang is noticed by the process group, after as long.
+        assert limits.stepping == (limits.step if recovery == "none" else limits.collective)
         if recovery == "combined":
             assert limits.in_job > limits.hard  # the layer below is tried first
 

@@ -1,0 +1,41 @@
+"""The benchmark pipeline on this machine, from the table to the comparison."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pipeline_support import PROJECT
+
+from steps.comparison import Comparison
+from trainer import paths
+from trainer.paths import RunPaths
+from trainer.records import RunReport
+
+TABLE = Path(__file__).with_name("experiments.yaml")
+
+
+def test_arms_run_one_after_another_and_are_compared(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROJECT / "workflows" / "run.py"), "local", "--pipeline=benchmark"]
+    command += [f"--experiments={TABLE}", f"--root={tmp_path}", "--run-id=short", "--quiet"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 runs are complete" in done.stdout
+
+    found = Comparison.read(paths.comparison(tmp_path, "short", "json"))
+    assert [arm.run for arm in found.arms] == ["short-bare", "short-baseline"]
+    bare, baseline = (RunReport.read(RunPaths(tmp_path, arm.run).report("json")) for arm in found.arms)
+    for report in (bare, baseline):
+        assert sum(report.breakdown_seconds.model_dump().values()) == pytest.approx(report.wall_seconds, rel=0.01)
+
+    # A save takes at least 1.5 times five steps of the bare run's, on storage that is that slow for this arm only.
+    slow = 1.5 * 5 * bare.throughput.median_step_seconds
+    assert baseline.checkpoints.mean_stall_seconds >= 0.95 * slow
+    assert baseline.config.storage_bytes_per_second > 0 == bare.config.storage_bytes_per_second
+
+    (fault,) = baseline.faults
+    assert (fault.kind, fault.step, fault.recovered_by, fault.resumed_step) == ("hang", 8, "pod", 5)
+    assert 2.5 < fault.detection_seconds < 15, "the heartbeat of the other arms is this arm's process-group timeout"
+    assert fault.phases["load"] >= 0.5 * slow, "loads go through the same bucket"

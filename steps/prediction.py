@@ -180,7 +180,7 @@ def is_bare(config: RunConfig) -> bool:
 
 def bare_of(config: RunConfig, reports: Iterable[RunReport]) -> list[RunReport]:
     """The bare runs whose steps are those of ``config``: of one shape, on as many ranks."""
-    same = ("model", "sequence_length", "global_batch_size", "micro_batch_size", "world_size", "compile", "profile")
+    same = ("model", "sequence_length", "global_batch_size", "micro_batch_size", "world_size", "compile", "activation_checkpointing", "profile")
     return [
         report
         for report in reports

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from steps.evidence import Evidence
-from steps.prediction import Costs, bare_of, breakdown, fit, is_bare, walk
+from steps.prediction import Costs, bare_of, breakdown, fit, is_bare, simulated_wall, walk
 from steps.published import PUBLISHED, Published
 from steps.repeats import ratio_interval, spread
 from trainer.config import RunConfig
@@ -64,6 +64,7 @@ class Predicted(Frozen):
     wall_seconds: float
     breakdown_seconds: Breakdown
     commits: int
+    simulated_goodput: float = Field(description="the same by the simulation that plans for large clusters, struck at the same times")
     fitted: bool = Field(description="the costs were taken from this arm, so that it tests nothing")
 
 
@@ -234,9 +235,12 @@ def _predicted(report: RunReport, bare: Sequence[RunReport], costs: Costs | None
     if costs is None or not bare:
         return None
     step = fmean(one.breakdown_seconds.productive / max(1, one.steps_completed) for one in bare)
-    run = walk(report.config, replace(costs, step=step))
+    own = replace(costs, step=step)
+    run = walk(report.config, own)
+    pace = report.config.max_steps * bare_step(bare)
     return Predicted(
-        effective_goodput=report.config.max_steps * bare_step(bare) / run.now,
+        effective_goodput=pace / run.now,
+        simulated_goodput=pace / simulated_wall(report, own),
         wall_seconds=run.now,
         breakdown_seconds=breakdown(run),
         commits=run.commits,

@@ -4,6 +4,7 @@
    restart of each layer, the time until each kind of fault is noticed.
 2. ``walk`` goes through a configuration with these costs, fault by fault, and gives the interval each second falls in,
    in the words of ``steps.goodput``. Nothing of the run that is predicted is used but its configuration.
+3. ``simulated_wall`` has the simulation of large clusters go through the same run, to see how far it can be believed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean, median
 
+import numpy as np
+
 from steps.evidence import Evidence
+from steps.simulation import Kind, Policy, begin, duration, strike
 from trainer.config import RunConfig
 from trainer.faults import PlannedFault, schedule
 from trainer.records import Breakdown, FaultReport, RunReport
@@ -139,6 +144,38 @@ def walk(config: RunConfig, costs: Costs) -> Walk:
         run.step += 1
         run.saves()
     return run
+
+
+def simulated_wall(report: RunReport, costs: Costs) -> float:
+    """The wall time of a run by the simulation that plans for large clusters (``steps.simulation``), struck when the run
+    was: it knows times, not steps."""
+    config, last = report.config, 0.0
+    policy = Policy(
+        interval=inf if config.checkpoint_mode == "off" else config.checkpoint_interval_steps * costs.step,
+        stall=costs.save if config.checkpoint_mode == "sync" else costs.save_stall,
+        write=costs.save if config.checkpoint_mode == "sync" else costs.write,
+        load=costs.load,
+        snapshot_interval=config.snapshot_interval_steps * costs.step,
+        snapshot_stall=costs.snapshot_stall,
+    )
+    if config.checkpoint_mode != "off":  # the last save is waited for
+        last = costs.save if config.checkpoint_mode == "sync" else costs.save_stall + costs.write
+    struck = [fault for fault in report.faults if fault.injected]
+    planned = sorted(schedule(config), key=lambda fault: fault.step) if config.fault_count else []
+    kinds = [
+        Kind(
+            fault.kind,
+            costs.detection.get(fault.kind, 0.0) + costs.restart.get(recovering_layer(config.recovery, fault.kind, fault.variant), 0.0),
+            keeps_snapshots=fault.kind != "node",
+        )
+        for fault in planned[: len(struck)]
+    ]
+    state = begin(1)
+    for number, fault in enumerate(struck[: len(kinds)]):
+        at = np.array([max(0.0, fault.elapsed - report.breakdown_seconds.startup)])
+        strike(state, policy, at, np.array([number]), kinds)
+    rest = duration(policy, state.work, config.max_steps * costs.step)
+    return costs.startup + float(state.at[0] + rest[0]) + last
 
 
 def breakdown(run: Walk) -> Breakdown:

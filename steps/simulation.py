@@ -57,8 +57,7 @@ class Policy:
     @property
     def effective_interval(self) -> float:
         """A save that comes due while one is written is skipped: so the interval is at least as long as the writing."""
-        cycle = self.interval * self.pace + self.stall
-        return self.interval * max(1, ceil(self.write / cycle - ROUNDING))
+        return self.interval * max(1, ceil((self.write - self.stall) / (self.interval * self.pace) - ROUNDING))
 
     @property
     def cycle(self) -> float:
@@ -100,7 +99,7 @@ def progress(policy: Policy, work: Array, elapsed: Array) -> tuple[Array, Array,
         nowhere = np.full_like(work, inf)
         return work + elapsed / policy.pace, nowhere, nowhere
     tau = policy.effective_interval
-    first = (np.floor(work / tau + ROUNDING) + 1) * tau
+    first = (np.floor(work / policy.interval + ROUNDING) + 1) * policy.interval  # nothing is being written at a start
     first_at = (first - work) * policy.pace
     beyond = np.maximum(elapsed - first_at, 0.0)
     cycles = np.floor(beyond / policy.cycle)
@@ -113,8 +112,8 @@ def duration(policy: Policy, work: Array, target: float) -> Array:
     """The time that training takes from ``work`` to ``target``, the saves before it included."""
     saves = np.zeros_like(work)
     if policy.interval != inf:
-        tau = policy.effective_interval
-        saves = np.maximum(np.ceil(target / tau - ROUNDING) - 1 - np.floor(work / tau + ROUNDING), 0.0)
+        first = (np.floor(work / policy.interval + ROUNDING) + 1) * policy.interval
+        saves = np.maximum(np.ceil((target - first) / policy.effective_interval - ROUNDING), 0.0)
     return (target - work) * policy.pace + saves * policy.stall
 
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "local": Command("workflows.localrun", "compile, then run the whole pipeline on this machine; no Kubernetes"),
     "compile": Command("workflows.compiling", "write the Argo YAML (--check: fail when a committed file differs)"),
     "submit": Command("workflows.submission", "submit the pipeline to an Argo server"),
+    "plan": Command("workflows.plan", "predict goodput for a cluster, and how often to save"),
     "list": Command("workflows.inspection", "the runs under a root", "list"),
     "status": Command("workflows.inspection", "how far a run is and what it survived", "status"),
     "logs": Command("workflows.inspection", "a run's logs by step and rank", "logs"),

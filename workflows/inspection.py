@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steps import runs
+from steps import run_tables, runs
 from trainer.config import RunConfig, add_flags
 from trainer.paths import RunPaths
 
@@ -41,7 +41,7 @@ def main_list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(runs.as_plain(found)))
     else:
-        _console().print(runs.render_list(found))
+        _console().print(run_tables.render_list(found))
     return 0
 
 
@@ -51,7 +51,7 @@ def main_status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(runs.as_plain(found)))
     else:
-        _console().print(runs.render_status(found))
+        _console().print(run_tables.render_status(found))
     return 0
 
 
@@ -67,7 +67,7 @@ def main_logs(args: argparse.Namespace) -> int:
             sys.stdout.write(line + "\n")
     if args.follow:
         for log, line in runs.follow(paths, args.step, args.rank):
-            console.print(runs.render_log(log, line, named=len(found) > 1), soft_wrap=True)
+            console.print(run_tables.render_log(log, line, named=len(found) > 1), soft_wrap=True)
     return 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from simulated_run import EPOCH, SimulatedRun, write_run
 
-from steps import runs
+from steps import run_tables, runs
 from trainer.config import RunConfig
 from trainer.errors import ConfigurationError
 from trainer.paths import RunPaths
@@ -85,7 +85,7 @@ def test_the_last_word_of_the_supervisors_counts(tmp_path: Path) -> None:
 
 
 def test_list_is_newest_first_and_bears_what_is_broken(tmp_path: Path) -> None:
-    assert runs.list_runs(tmp_path) == [] and "no runs" in shown(runs.render_list([]))
+    assert runs.list_runs(tmp_path) == [] and "no runs" in shown(run_tables.render_list([]))
     old = put(tmp_path, "old", faulted())
     record = json.loads(old.record.read_text()) | {"created": EPOCH - 1000}
     old.record.write_text(json.dumps(record))
@@ -96,7 +96,7 @@ def test_list_is_newest_first_and_bears_what_is_broken(tmp_path: Path) -> None:
     found = runs.list_runs(tmp_path)
     assert [run.run_id for run in found] == ["new", "old", "broken"]
     assert found[-1].state == "failed" and "run.json" in found[-1].message
-    text = shown(runs.render_list(found))
+    text = shown(run_tables.render_list(found))
     assert "8/16" in text and "2.5000" in text and "only-downloaded" not in text
     assert json.loads(json.dumps(runs.as_plain(found)))[0]["run_id"] == "new"
     with pytest.raises(ConfigurationError, match="does not exist"):
@@ -113,7 +113,7 @@ def test_status(tmp_path: Path) -> None:
     assert found.restarts.in_job == 1 and found.lost_steps == 1 and found.committed_steps_lost == 0
     assert [fault.kind for fault in found.faults] == ["sigkill"]
     assert found.seconds_left == pytest.approx(found.wall_seconds)  # half of the steps are done
-    text = shown(runs.render_status(found))
+    text = shown(run_tables.render_status(found))
     for words in ("run  running", "8 of 16", "sigkill", "in-job", "on disk: 5", "1 in-job", "left"):
         assert words in text
     plain = json.loads(json.dumps(runs.as_plain(found)))
@@ -162,12 +162,12 @@ def test_logs_are_found_by_step_attempt_and_rank(logged: RunPaths) -> None:
 def test_bytes_that_are_no_text_do_not_end_a_log(logged: RunPaths) -> None:
     (log,) = runs.log_files(logged, "download")
     assert runs.tail(log) == ["one", "\ufffd\ufffd two", "no end"]
-    assert "download 0 | one" in shown(runs.render_log(log, "one", named=True))
+    assert "download 0 | one" in shown(run_tables.render_log(log, "one", named=True))
 
 
 def test_brackets_in_a_log_are_text(logged: RunPaths) -> None:
     (log,) = runs.log_files(logged, "download")
-    assert "[bold]x[/] [rank0]" in shown(runs.render_log(log, "[bold]x[/] [rank0]", named=False))
+    assert "[bold]x[/] [rank0]" in shown(run_tables.render_log(log, "[bold]x[/] [rank0]", named=False))
 
 
 def test_follow_gives_whole_lines_of_this_and_the_next_attempt(logged: RunPaths) -> None:

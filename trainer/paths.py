@@ -107,6 +107,10 @@ class RunPaths:
         """``kind`` is json, md or html."""
         return self.run / f"report.{kind}"
 
+    @property
+    def tensorboard(self) -> Path:
+        return self.run / "tensorboard"
+
     def output(self, step: str, name: str) -> Path:
         """Where a step leaves an output parameter for Argo (or the local engine) to read."""
         return self.run / "outputs" / step / name

@@ -204,7 +204,9 @@ def test_two_predictions_of_one_run_agree(mode: str, recovery: str, snapshots: i
         str(fault.step) for fault in schedule(config)[:n])}), COSTS) for n in range(faults)]  # fmt: skip
     times = [time_of(run, step) for run, step in zip(struck, (fault.step for fault in schedule(config)), strict=True)]
     wall = simulated_wall(report_of(config, times), COSTS)
-    assert wall == pytest.approx(walked.now, rel=0.04)
+    # A save that ends just when a fault strikes is committed in the one and not in the other: an interval each time.
+    edge = faults * config.checkpoint_interval_steps * COSTS.step if mode == "async" else 0.0
+    assert wall == pytest.approx(walked.now, abs=0.04 * walked.now + edge)
 
 
 def time_of(run: object, step: int) -> float:

@@ -151,6 +151,8 @@ class Node:
             "MKL_NUM_THREADS": "1",
             # Devices are counted without the CUDA runtime, after which no fork could use CUDA.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            # The fork server would start processes that compile, which its forks cannot use.
+            "TORCH_WARM_POOL": "0",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             # torchrun would lend the ranks its own store, in which an earlier round has left its keys.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -40,6 +40,8 @@ from trainer.records import Outcome, RunRecord
 from trainer.recovery.base import Limits, Watch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trainer.checkpointing import Tiers, TrainingState
     from trainer.clock import ComputeClock
     from trainer.data import TokenDataset
@@ -98,6 +100,16 @@ class Session:
         return self.keep("ledger", lambda: Ledger(self.paths))
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What a rank trains on in one step."""
+
+    step: int
+    ids: list[int]
+    tokens: list[Tensor]
+    """For each micro-batch its samples (B, T)."""
+
+
 @dataclass
 class Iteration:
     """One pass through the training function: everything in it belongs to one set of process groups."""
@@ -108,6 +120,8 @@ class Iteration:
     state: TrainingState
     tiers: Tiers
     clock: ComputeClock | None = None
+    ahead: Batch | None = None
+    """The batch of the next step."""
     start: int = 0
     non_finite: int = 0
 
@@ -121,7 +135,7 @@ class Iteration:
         from trainer.data import TokenDataset
         from trainer.model import model_config
         from trainer.optim import build_optimizer
-        from trainer.parallel import choose_device, pin_threads, prepare
+        from trainer.parallel import choose_device, pin_threads, prepare, ready_compilers
         from trainer.records import DatasetManifest
 
         config = session.record.config
@@ -130,6 +144,8 @@ class Iteration:
         dataset = session.keep("dataset", lambda: TokenDataset(directory, config.sequence_length))
         manifest = session.keep("manifest", lambda: DatasetManifest.read(directory / MANIFEST))
         torch.manual_seed(config.seed)
+        if config.compile:
+            session.keep("compilers", lambda: ready_compilers(restarted=session.env.cycle > 0))
         model = prepare(
             model_config(config.model, manifest.vocabulary_size),
             choose_device(),
@@ -180,32 +196,31 @@ class Iteration:
 
     def step(self, step: int, injector: Injector) -> None:
         """One optimizer step, all ranks together, then the saves that are due."""
-        import torch
-
         from trainer.checkpointing import Completed
-        from trainer.data import rank_batch, sample_ids
         from trainer.model import Transformer
         from trainer.optim import apply_learning_rate, clip_gradients
         from trainer.parallel import choose_device, forward_backward
 
         session, config, events = self.session, self.session.record.config, self.session.events
-        dataset, model, optimizer, control = self.dataset, self.state.model, self.state.optimizer, self.control
+        model, optimizer, control = self.state.model, self.state.optimizer, self.control
         assert isinstance(model, Transformer)
         events.emit("step_start", step=step)
         began = time.monotonic()
-        ids = sample_ids(config.seed, step, config.global_batch_size, dataset.samples)
-        batches = rank_batch(ids, control.rank, control.world_size, config.micro_batch_size)
-        events.emit("samples", step=step, ids=[index for batch in batches for index in batch])
+        batch = self.ahead if self.ahead and self.ahead.step == step else self.batch(step)
+        events.emit("samples", step=step, ids=batch.ids)
         device = choose_device()
-        loss = forward_backward(model, [dataset.batch(batch).to(device) for batch in batches])
+        loss = forward_backward(model, [tokens_BT.to(device, non_blocking=True) for tokens_BT in batch.tokens])
         own_seconds = time.monotonic() - began
+        # A GPU is busy until the norm is there: what the host has to do besides is done meanwhile.
+        saving = self.tiers.busy(step)
+        self.ahead = self.batch(step + 1)
         injector.maybe_fire(step)
         norm = clip_gradients(model, config.gradient_clip)
         mine = float(loss)
         finite = math.isfinite(mine) and math.isfinite(norm)
         stop = session.paths.stop_file(session.env.attempt, session.env.node, session.env.pod).exists()
         total, bad, stopping, busy, _ = control.sum(
-            mine if finite else 0.0, float(not finite), float(stop), float(self.tiers.busy(step)), float(step)
+            mine if finite else 0.0, float(not finite), float(stop), float(saving), float(step)
         )
         completed = Completed(step, busy > 0, step == config.max_steps, stopping > 0)
         if bad:
@@ -216,8 +231,6 @@ class Iteration:
             rate = apply_learning_rate(optimizer, step, config)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
             events.emit(
                 "step_end",
                 step=step,
@@ -233,6 +246,20 @@ class Iteration:
         if completed.stopping and not completed.last:
             events.emit("stop_requested", reason="stop file")
             raise StoppedError(f"stopped after step {step} as asked; a new attempt resumes there")
+
+    def batch(self, step: int) -> Batch:
+        """This rank's samples of ``step``, in memory that a GPU can copy from by itself."""
+        import torch
+
+        from trainer.data import rank_batch, sample_ids
+
+        config = self.session.record.config
+        ids = sample_ids(config.seed, step, config.global_batch_size, self.dataset.samples)
+        batches = rank_batch(ids, self.control.rank, self.control.world_size, config.micro_batch_size)
+        tokens = [self.dataset.batch(batch) for batch in batches]
+        if torch.cuda.is_available():
+            tokens = [tokens_BT.pin_memory() for tokens_BT in tokens]
+        return Batch(step, [index for batch in batches for index in batch], tokens)
 
     def _note(self, step: int, loss: float, seconds: float) -> None:
         """Rank 0 says how far the run is: in a file that the supervisor reads, and in a line for people."""

@@ -164,6 +164,8 @@ class Transformer(nn.Module):
         self.output = None if config.tie_embeddings else nn.Linear(config.dim, config.vocabulary_size, bias=False)
         # A plain attribute made at the first forward: neither a meta build nor ``to_empty`` can leave it undefined.
         self._rope: tuple[Tensor, Tensor] | None = None
+        self.compile_loss = False
+        """Whether the part of the loss that only moves memory is compiled, where the vocabulary is large."""
 
     def forward(self, tokens_BL: Tensor, targets_BL: Tensor | None = None) -> Tensor:
         """Logits of the next token at each position; float32 on a CPU, the compute type (bf16) on a GPU.
@@ -176,7 +178,9 @@ class Transformer(nn.Module):
             x_BLD = block(x_BLD, cos_LC, sin_LC)
         x_BLD = self.norm(x_BLD)
         weight_VD = self.embedding.weight if self.output is None else self.output.weight
-        return F.linear(x_BLD, weight_VD) if targets_BL is None else projected_loss(x_BLD, weight_VD, targets_BL)
+        if targets_BL is None:
+            return F.linear(x_BLD, weight_VD)
+        return projected_loss(x_BLD, weight_VD, targets_BL, compiled=self.compile_loss)
 
     def _rope_tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         if self._rope is None or self._rope[0].device != device or self._rope[0].shape[0] < length:

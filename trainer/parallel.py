@@ -27,6 +27,10 @@ ATTENTION = (
 """Attention kernels, the fastest on Hopper first (8192 positions, forward and backward: cuDNN 535 TFLOP/s, flash 283)."""
 
 
+KEEP_GATHERED = 0.125
+"""The part of a GPU's memory that gathered parameters may take between forward and backward."""
+
+
 def choose_device() -> torch.device:
     """This process's device: its own GPU (made the current one), or the CPU where there is none."""
     if not torch.cuda.is_available():
@@ -53,20 +57,37 @@ def apply_compile(model: Transformer) -> Transformer:
     """``torch.compile`` each block in place: the blocks are alike, so one is compiled for all. Call it before ``shard``."""
     for block in model.blocks:
         block.compile()
+    model.compile_loss = True
     return model
+
+
+def ready_compilers(*, restarted: bool) -> None:
+    """Begin to start the processes that compile for GPUs, or after a restart none: everything is in the compile cache."""
+    import torch._inductor.config
+    from torch._inductor.async_compile import AsyncCompile
+
+    if restarted:
+        torch._inductor.config.compile_threads = 1
+    elif torch.cuda.is_available():
+        AsyncCompile.warm_pool()
+        AsyncCompile.wakeup()
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> Transformer:
     """FSDP2 over ``mesh``, in place: a group per block, and one for embedding, last norm and output projection.
 
-    The inputs are left as they are: rotary tables stay float32 when the parameters are cast to bf16.
+    The inputs are left as they are: rotary tables stay float32 when the parameters are cast to bf16. Where the gathered
+    parameters take little of a GPU's memory, they are kept from the forward pass to the backward pass.
     """
+    gather_again = True
     if mesh.device_type == "cuda":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        gathered = 2 * sum(parameter.numel() for parameter in model.parameters())
+        gather_again = gathered > KEEP_GATHERED * torch.cuda.get_device_properties(mesh.device_type).total_memory
     else:
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=gather_again)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 

@@ -1,4 +1,4 @@
-"""Start from published weights: a Hugging Face LLaMA directory into a model that may be sharded."""
+"""Published weights: a Hugging Face LLaMA directory into a model that may be sharded, and the words to write one."""
 
 from __future__ import annotations
 
@@ -135,6 +135,28 @@ def _rope_scaling(kind: str, values: dict[str, Any]) -> RopeScaling | str:
     except KeyError:
         pass
     return kind
+
+
+def hugging_face_config(config: ModelConfig, positions: int) -> dict[str, Any]:
+    """config.json of a LLaMA of this shape that was trained on sequences of ``positions`` tokens."""
+    scaling = config.rope_scaling
+    described = _as_hugging_face(config) | {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_act": "silu",
+        "max_position_embeddings": positions,
+        "initializer_range": config.init_std,
+        "rope_scaling": None,
+    }
+    if scaling is not None:
+        described["max_position_embeddings"] = max(positions, int(scaling.factor * scaling.original_length))
+        described["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    return described
 
 
 def _as_hugging_face(config: ModelConfig) -> dict[str, Any]:

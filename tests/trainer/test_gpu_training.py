@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer.checkpointing.staging import AnonymousBuffer, layout_of
+from trainer.checkpointing.transfer import PIECE
 from trainer.config import build as build_config
+from trainer.loss import LARGE_VOCABULARY, projected_loss
 from trainer.model import PRESETS, build, init_weights, token_loss
 from trainer.optim import apply_learning_rate, build_optimizer, clip_gradients
 from trainer.parallel import choose_device, forward_backward, mean_over_ranks, prepare
@@ -60,6 +63,44 @@ def reference_loss(model: torch.nn.Module, tokens_BT: torch.Tensor) -> float:
     plain.load_state_dict({name: value.full_tensor().cpu() for name, value in model.state_dict().items()})
     tokens_BT = tokens_BT.cpu()
     return float(token_loss(plain(tokens_BT[:, :-1]), tokens_BT[:, 1:]).detach())
+
+
+def test_a_copy_beside_training_holds_the_state_of_its_beginning(device: torch.device) -> None:
+    """Larger than what one thread moves at a time, and of odd sizes; what is waited for may change."""
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = {"large": 3 * PIECE + 12, "small": 7, "one": 1}
+    tensors = {name: torch.randn(size, device=device, generator=generator) for name, size in sizes.items()}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    layout, size = layout_of(tensors)
+    staging = AnonymousBuffer(size)
+    for tensor in tensors.values():  # what is still to be computed when the copy begins belongs to it
+        tensor.mul_(2).div_(2)
+    copying = staging.buffer.store(tensors, layout)
+    assert not copying.done
+    copying.wait()
+    for tensor in tensors.values():
+        tensor.fill_(-1.0)
+    staging.buffer.load(tensors, layout)
+    assert all(torch.equal(tensors[name], before[name]) for name in sizes)
+    staging.close()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_of_a_large_vocabulary_is_the_loss_of_its_logits(device: torch.device, compiled: bool) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    x_BLD = torch.randn(2, 96, 64, device=device, generator=generator).bfloat16().requires_grad_()
+    weight_VD = (torch.randn(LARGE_VOCABULARY, 64, device=device, generator=generator) / 8).bfloat16().requires_grad_()
+    targets_BL = torch.randint(0, LARGE_VOCABULARY, (2, 96), device=device, generator=generator)
+    loss = projected_loss(x_BLD, weight_VD, targets_BL, chunk_logits=64 * LARGE_VOCABULARY, compiled=compiled)
+    loss.backward()
+    found = (x_BLD.grad, weight_VD.grad)
+    x_BLD.grad = weight_VD.grad = None
+    expected = token_loss(x_BLD.float() @ weight_VD.float().T, targets_BL)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    for mine, whole in zip(found, (x_BLD.grad, weight_VD.grad), strict=True):
+        assert mine is not None and whole is not None
+        assert (mine - whole).float().norm() < 0.02 * whole.float().norm()
 
 
 def test_a_large_model_has_its_weights_within_seconds(device: torch.device) -> None:

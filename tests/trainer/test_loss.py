@@ -20,7 +20,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x_BLD, weight_VD, torch.randint(0, V, (B, L), generator=generator)
 
 
-@pytest.mark.parametrize("positions", [1, 4, 26, 1000])
+@pytest.mark.parametrize("positions", [1, 4, 5, 26, 1000])
 def test_loss_and_gradients_are_those_of_all_positions_together(positions: int) -> None:
     results = []
     for chunked in (True, False):

@@ -45,7 +45,7 @@ def test_ft_launchers_own_flags_reach_its_configuration() -> None:
     assert found.rank_heartbeat_timeout == limits.in_job > limits.hard > limits.soft == 7
     assert found.workload_check_interval == 0.2
     if nvrx.version() >= (0, 6):
-        assert found.gpu_memory_poll_interval == 0.1 and found.gpu_memory_reclaim_timeout == 5
+        assert found.gpu_memory_reclaim_timeout == 0
 
 
 def test_every_watchdog_is_longer_than_what_it_watches() -> None:

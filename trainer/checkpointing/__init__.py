@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from trainer.checkpointing.base import Completed, Tier, TrainingState
-from trainer.checkpointing.durable import DurableTier, WriterSlot
+from trainer.checkpointing.durable import DurableTier
 from trainer.checkpointing.replicas import Replicator
 from trainer.checkpointing.snapshots import Peers, SnapshotSlot, SnapshotTier
+from trainer.checkpointing.writer_slot import WriterSlot
 from trainer.errors import DataError
 
 __all__ = [

@@ -1,8 +1,9 @@
 """The durable tier: sharded DCP checkpoints on the shared file system, committed by a rename.
 
-Saving: the state is copied into a staging buffer of our own (the only part the loop waits for), and written, hashed
-and committed in the background (``writer``). The save plan is made once per process group; after that a save needs
-no collective. Synchronous mode runs the same job in this process.
+Saving: the state is copied into a staging buffer of our own, and written, hashed and committed in the background
+(``writer``). From a GPU the copy runs beside the next step's forward and backward passes; before that step's update it is
+waited for, and the writer told. The save plan is made once per process group; after that a save needs no collective.
+Synchronous mode runs the same job in this process.
 
 Loading: only directories with their final name and a manifest of this run are looked at. Each rank checks the hashes
 of the files it reads, and loads without collectives, at whatever world size; then all ranks agree. A checkpoint that
@@ -16,13 +17,11 @@ import dataclasses
 import hashlib
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
@@ -30,9 +29,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpointing.base import Completed, TrainingState
-from trainer.checkpointing.staging import AnonymousBuffer, layout_of
+from trainer.checkpointing.staging import Layout, layout_of
 from trainer.checkpointing.storage import Storage
-from trainer.checkpointing.writer import Commit, Fenced, ForkedQueue, Job, SaveFailed, leave, remove_strays, run
+from trainer.checkpointing.transfer import Copying
+from trainer.checkpointing.writer import Commit, Fenced, Job, SaveFailed, leave, remove_strays, run
+from trainer.checkpointing.writer_slot import WriterSlot
 from trainer.config import RunConfig
 from trainer.errors import DataError, PipelineError, StoppedError, UnavailableError
 from trainer.events import EventLog
@@ -44,43 +45,6 @@ from trainer.rendezvous import Control
 
 REASON = "refused.txt"
 """Left in a quarantined checkpoint: why it is there."""
-
-
-class WriterSlot:
-    """What outlives an in-process restart: the queue with its process, and the staging buffer."""
-
-    def __init__(self, deadline: float) -> None:
-        self.queue = ForkedQueue(deadline)
-        self.staging: AnonymousBuffer | None = None
-        self._warming: threading.Thread | None = None
-        self.in_flight: Job | None = None
-        self.starting = False
-        """Between the description of a save and its start: where a restart's exception leaves neither done nor undone."""
-        self.scheduled = ""
-        """Name of the newest save's directory, once it has started."""
-        self.step = -1
-        self.started = 0.0
-
-    def warm(self, size: int, *, pin: bool) -> None:
-        """Begin to make the staging buffer in the background: to pin gigabytes takes seconds, which no save should wait
-        for, and neither should a recovery: it is called once training is under way."""
-        if self.staging is None and self._warming is None:
-            self._warming = threading.Thread(target=self._make, args=(size, pin), name="staging", daemon=True)
-            self._warming.start()
-
-    def _make(self, size: int, pin: bool) -> None:
-        self.staging = AnonymousBuffer(size, pin=pin)
-
-    def buffer(self, size: int, *, pin: bool) -> AnonymousBuffer:
-        if self._warming is not None:
-            self._warming.join()
-            self._warming = None
-        if self.staging is None or self.staging.buffer.size != size:
-            if self.staging is not None:
-                self.staging.close()
-            self._make(size, pin)
-        assert self.staging is not None
-        return self.staging
 
 
 class DurableTier:
@@ -107,7 +71,7 @@ class DurableTier:
         self._watch = watch
         self._slot = slot
         self._storage = Storage(paths.storage_bucket, record.config.storage_bytes_per_second)
-        self._pin = torch.cuda.is_available()
+        self._layout: tuple[dict[str, Tensor], Layout, int] | None = None
         self._plan: tuple[SavePlan, Metadata | None, str] | None = None
         self._saved = -1
         self._committed = -1
@@ -132,6 +96,8 @@ class DurableTier:
     def _reconcile(self) -> None:
         """A restart may have come while a save began: one that has not begun on every rank can never be whole."""
         slot = self._slot
+        if slot.copying is not None:
+            self._launch()
         if slot.starting:
             slot.starting = False
             slot.queue.close()
@@ -264,8 +230,10 @@ class DurableTier:
     # -- saving
 
     def busy(self, step: int) -> bool:
-        """Look after a save in flight: report its end, whatever it is."""
+        """Look after a save in flight: start it once its copy is in place, report its end, whatever it is."""
         slot = self._slot
+        if slot.copying is not None:
+            self._launch()
         if slot.in_flight is None:
             return False
         try:
@@ -308,8 +276,8 @@ class DurableTier:
 
     def after_step(self, completed: Completed) -> None:
         config = self._config
-        if self._slot.staging is None:
-            self._slot.warm(layout_of(self._state.tensors())[1], pin=self._pin)
+        if self._slot.cold:
+            self._slot.warm(self._laid_out()[2])
         due = completed.step % config.checkpoint_interval_steps == 0
         forced = completed.last or completed.stopping
         if not (due or forced) or completed.step == self._saved:
@@ -343,34 +311,51 @@ class DurableTier:
         if self._control.rank == 0:
             self._events.emit("save_start", step=step, mode=mode, tier="durable")
         with self._watch.phase(self._watch.limits.save * 1.5):
-            job = self._stage(step, mode)
+            job, copying = self._stage(step, mode)
             slot = self._slot
             slot.starting = True
             slot.in_flight, slot.step, slot.started, slot.scheduled = job, step, began, ""
             self._saved = step
-            try:
-                if mode == "sync":
-                    self._done(run(job))
-                else:
-                    slot.queue.start(job)
-                    slot.scheduled = job.directory.name
-            except PipelineError:
-                raise
-            except Exception as error:  # torch's writer raises what it likes, and a save is not worth a training
-                slot.queue.close()
-                self._failed(error if isinstance(error, SaveFailed) else SaveFailed(f"{type(error).__name__}: {error}"))
-            slot.starting = False
+            slot.starting, slot.copying = False, copying
+            if copying.done or mode == "sync":
+                self._launch()
             if mode == "sync":
                 self._control.all(True)  # nobody goes on before the commit
         self._events.emit("stall", step=step, seconds=time.monotonic() - began, reason="save")
 
-    def _stage(self, step: int, mode: str) -> Job:
-        """Copy the state and describe the save."""
-        tensors = self._state.tensors()
-        layout, size = layout_of(tensors)
+    def _launch(self) -> None:
+        """Wait for the copy of the save in flight, and have it written."""
+        slot = self._slot
+        job, copying = slot.in_flight, slot.copying
+        assert job is not None and copying is not None
+        copying.wait()
+        slot.starting, slot.copying = True, None
+        try:
+            if job.staged is not None:
+                self._done(run(job))
+            else:
+                slot.queue.start(job)
+                slot.scheduled = job.directory.name
+        except PipelineError:
+            raise
+        except Exception as error:  # torch's writer raises what it likes, and a save is not worth a training
+            slot.queue.close()
+            self._failed(error if isinstance(error, SaveFailed) else SaveFailed(f"{type(error).__name__}: {error}"))
+        slot.starting = False
+
+    def _laid_out(self) -> tuple[dict[str, Tensor], Layout, int]:
+        """The live tensors, and where each lies in the staging buffer; looked up once."""
+        if self._layout is None:
+            tensors = self._state.tensors()
+            self._layout = (tensors, *layout_of(tensors))
+        return self._layout
+
+    def _stage(self, step: int, mode: str) -> tuple[Job, Copying]:
+        """Begin to copy the state, and describe the save."""
+        tensors, layout, size = self._laid_out()
         plan, metadata, nonce = self._planned(tensors)
-        staging = self._slot.buffer(size, pin=self._pin)
-        staging.buffer.store(tensors, layout)
+        staging = self._slot.buffer(size)
+        copying = staging.buffer.store(tensors, layout)
         self._saves += 1  # (the same on every rank: a directory is never used twice)
         commit = None
         if metadata is not None:
@@ -385,7 +370,7 @@ class DurableTier:
                 created=time.time(),
             )
             commit = Commit(metadata, manifest, self._paths, self._config.keep_checkpoints)
-        return Job(
+        job = Job(
             directory=self._paths.checkpoints / f".tmp-{step:08d}-{nonce}-{self._saves}",
             rank=self._control.rank,
             plan=plan,
@@ -397,6 +382,7 @@ class DurableTier:
             storage=self._storage,
             staged=staging.buffer.flat if mode == "sync" else None,
         )
+        return job, copying
 
     def _planned(self, tensors: dict[str, Tensor]) -> tuple[SavePlan, Metadata | None, str]:
         """This rank's plan, on rank 0 the metadata, and a name common to all ranks; made once per process group."""

@@ -6,7 +6,8 @@ rank keeps two generations, so that one is whole while the other is written:
     <snapshot root>/holdfast-<run>-<root>/node-<n>/rank-<r>-<0|1>     header (4096 bytes), then the tensors
 
 The header holds what the copy is of (step, world size, rank, run, config digest, CRC-32 of the bytes). It is cleared
-before the copy begins and written after it has ended, by a thread, once the checksum is known. A snapshot of step s is
+before the copy begins and written after it has ended, by a thread, once the checksum is known. From a GPU the copy
+runs beside the next step's forward and backward passes, and is waited for before that step's update. A snapshot of step s is
 taken after all ranks have agreed that step s is done (``Control.sum``), so it is never of a state that only survivors
 of an abort believe in. Training resumes at the newest step that every rank holds whole.
 
@@ -23,15 +24,15 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from trainer.checkpointing.base import Completed, TrainingState
+from trainer.checkpointing.base import Completed, TrainingState, local
 from trainer.checkpointing.replicas import Replicator, fetch
 from trainer.checkpointing.snapshot_files import HEADER, Name, held, read_header, write_header
 from trainer.checkpointing.staging import HostBuffer, layout_of
+from trainer.checkpointing.transfer import Copying
 from trainer.events import EventLog
 from trainer.paths import RunPaths
 from trainer.records import RunRecord
@@ -43,11 +44,12 @@ GENERATIONS = 2
 
 @dataclass(frozen=True)
 class Sealing:
-    """A copy that is in place, and whose checksum and header are still to come."""
+    """A copy that has begun, and whose checksum and header are still to come."""
 
     step: int
     path: Path
     buffer: HostBuffer
+    copying: Copying
     header: dict[str, int | str]
     started: float
 
@@ -60,27 +62,28 @@ class SnapshotSlot:
         self.replicator: Replicator | None = None
         self._warming: threading.Thread | None = None
         self._thread: threading.Thread | None = None
+        self._copying: Copying | None = None
 
-    def warm(self, paths: list[Path], size: int, *, pin: bool) -> None:
-        """Begin to map (and pin) the generations in the background, once training is under way: see ``WriterSlot``."""
+    def warm(self, paths: list[Path], size: int) -> None:
+        """Begin to make the generations in the background, once training is under way: see ``WriterSlot``."""
         if self._warming is None:
-            self._warming = threading.Thread(target=self._warm, args=(paths, size, pin), name="warm", daemon=True)
+            self._warming = threading.Thread(target=self._warm, args=(paths, size), name="warm", daemon=True)
             self._warming.start()
 
-    def _warm(self, paths: list[Path], size: int, pin: bool) -> None:
+    def _warm(self, paths: list[Path], size: int) -> None:
         with contextlib.suppress(OSError):  # no room: the first snapshot says so
             for path in paths:
-                self._open(path, size, pin)
+                self._open(path, size)
 
-    def open(self, path: Path, size: int, *, pin: bool) -> HostBuffer:
+    def open(self, path: Path, size: int) -> HostBuffer:
         """The mapped file at ``path``, made where it is not there. Raises ``OSError`` when there is no room."""
         if self._warming is not None:
             self._warming.join()
-        return self._open(path, size, pin)
+        return self._open(path, size)
 
-    def _open(self, path: Path, size: int, pin: bool) -> HostBuffer:
+    def _open(self, path: Path, size: int) -> HostBuffer:
         found = self.buffers.get(path)
-        if found is not None and found.size == size and found.asked_to_pin >= pin:
+        if found is not None and found.size == size:
             return found
         if found is not None:
             found.close()
@@ -90,7 +93,7 @@ class SnapshotSlot:
             if os.fstat(fd).st_size != size + HEADER:
                 os.ftruncate(fd, 0)
                 os.posix_fallocate(fd, 0, size + HEADER)
-            self.buffers[path] = HostBuffer(fd, size, pin=pin, offset=HEADER)
+            self.buffers[path] = HostBuffer(fd, size, offset=HEADER)
         except OSError:  # there is no room: what was taken of it is given back
             self.buffers.pop(path, None)
             path.unlink(missing_ok=True)
@@ -108,8 +111,15 @@ class SnapshotSlot:
     def seal(self, sealing: Sealing, events: EventLog) -> None:
         """Checksum and header, in the background: the checksum of gigabytes takes longer than their copy."""
         self.join()
+        self._copying = sealing.copying
         self._thread = threading.Thread(target=_seal, args=(sealing, events, self.replicator), name="snapshot", daemon=True)
         self._thread.start()
+
+    def fence(self) -> None:
+        """Return once the state may change: the newest snapshot's copy is in place."""
+        if self._copying is not None:
+            self._copying.wait()
+            self._copying = None
 
     def join(self) -> None:
         """Wait until the newest snapshot is sealed; it always ends: it only computes and writes to memory."""
@@ -119,6 +129,7 @@ class SnapshotSlot:
 
 
 def _seal(sealing: Sealing, events: EventLog, replicator: Replicator | None) -> None:
+    sealing.copying.wait()
     try:
         write_header(sealing.path, sealing.header | {"crc": sealing.buffer.checksum()})
     except OSError as error:
@@ -169,7 +180,6 @@ class SnapshotTier:
         self._slot = slot
         self._tensors = state.tensors()
         self._layout, self._size = layout_of(self._tensors)
-        self._pin = torch.cuda.is_available()
         self._broken = False
         self._entry = ""
         self._common: dict[int, str] = {}
@@ -232,11 +242,14 @@ class SnapshotTier:
         try:
             if name not in self._whole():
                 path = self._fetch(name)
-            buffer = self._slot.open(path, self._size, pin=False)  # to pin takes longer than a copy without
-            if buffer.checksum() != read_header(path)["crc"]:
-                reason = "its bytes do not have the checksum of its header"
-            else:
+            buffer = self._slot.open(path, self._size)
+            with ThreadPoolExecutor(1) as pool:  # (both take a moment for gigabytes, and a restart waits for them)
+                checksum = pool.submit(buffer.checksum)
                 buffer.load(self._tensors, self._layout)
+            if checksum.result() != read_header(path)["crc"]:
+                reason = "its bytes do not have the checksum of its header"
+                for tensor in self._tensors.values():
+                    local(tensor).zero_()
         except (OSError, ValueError) as error:
             reason = str(error)
         if reason:
@@ -260,7 +273,7 @@ class SnapshotTier:
     def after_step(self, completed: Completed) -> None:
         """Take a snapshot. On a full /dev/shm the tier is given up, which is recorded; training goes on."""
         if not self._broken:
-            self._slot.warm([self._path(generation) for generation in range(GENERATIONS)], self._size, pin=self._pin)
+            self._slot.warm([self._path(generation) for generation in range(GENERATIONS)], self._size)
         if self._broken or completed.step % self._interval or completed.last or completed.stopping:
             return
         began = time.monotonic()
@@ -272,10 +285,10 @@ class SnapshotTier:
             if self._slot.replicator is not None:
                 self._slot.replicator.release(path)
             try:
-                buffer = self._slot.open(path, self._size, pin=self._pin)
+                buffer = self._slot.open(path, self._size)
                 write_header(path, {})
-                buffer.store(self._tensors, self._layout)
-                self._slot.seal(Sealing(completed.step, path, buffer, header, began), self._events)
+                copying = buffer.store(self._tensors, self._layout)
+                self._slot.seal(Sealing(completed.step, path, buffer, copying, header, began), self._events)
                 self._kept = path  # (on every rank, before the next one is agreed on: see ``busy``)
             except OSError as error:
                 self._broken = True
@@ -295,6 +308,7 @@ class SnapshotTier:
     def busy(self, step: int) -> bool:
         """Before a step that overwrites a generation is agreed on, this rank's other one is sealed: so is every rank's
         by the time that any rank goes on, and the newest step that all hold is never lost."""
+        self._slot.fence()
         if step % self._interval == 0:
             self._slot.join()
         return False

@@ -2,6 +2,9 @@
 
 A buffer is a mapped file, anonymous (memfd, for the durable tier's writer, which opens it through /proc) or in
 memory-backed storage (for the node-local tier). Its layout follows from the tensors' names, shapes and types.
+
+From a GPU the copy (``transfer``) runs beside the forward and backward passes that follow; before anything changes the
+state again, the loop waits for it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpointing.base import local
+from trainer.checkpointing.transfer import Copying, copy
 
 ALIGNMENT = 64
 BLOCK = 64 << 20
@@ -59,32 +63,21 @@ def layout_of(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:
 
 
 class HostBuffer:
-    """A mapped file of ``size`` bytes, pinned when the state lives on a GPU."""
+    """A mapped file of ``size`` bytes."""
 
-    def __init__(self, fd: int, size: int, *, pin: bool, offset: int = 0) -> None:
+    def __init__(self, fd: int, size: int, *, offset: int = 0) -> None:
         self.size = size
-        self.asked_to_pin = pin
         self._map = mmap.mmap(fd, size + offset)
         self._offset = offset
         self.flat: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[offset:]
-        self.pinned = pin and int(torch.cuda.cudart().cudaHostRegister(self.flat.data_ptr(), size, 0)) == 0  # type: ignore[no-untyped-call]
 
-    def store(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
-        """Copy every tensor's local part in. Complete when it returns."""
-        device: torch.device | None = None
-        for name, slot in layout.items():
-            part = local(tensors[name]).detach()
-            slot.view(self.flat).copy_(part, non_blocking=self.pinned)
-            device = part.device if part.device.type == "cuda" else device
-        if device is not None:
-            torch.cuda.synchronize(device)
+    def store(self, tensors: Mapping[str, Tensor], layout: Layout) -> Copying:
+        """Begin to copy every tensor's local part in; they must not change before the copy has been waited for."""
+        return copy([(slot.view(self.flat), local(tensors[name]).detach()) for name, slot in layout.items()])
 
     def load(self, tensors: Mapping[str, Tensor], layout: Layout) -> None:
         """Copy every tensor's local part out, into the live tensors."""
-        for name, slot in layout.items():
-            local(tensors[name]).detach().copy_(slot.view(self.flat))
-        if self.pinned:
-            torch.cuda.synchronize()
+        copy([(local(tensors[name]).detach(), slot.view(self.flat)) for name, slot in layout.items()]).wait()
 
     def checksum(self) -> int:
         """CRC-32 over the CRC-32s of the tensors' bytes in blocks, which several threads compute: a node has many cores
@@ -99,9 +92,6 @@ class HostBuffer:
         return zlib.crc32(struct.pack(f"!{len(sums)}I", *sums))
 
     def close(self) -> None:
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.flat.data_ptr())  # type: ignore[no-untyped-call]
-            self.pinned = False
         self.flat = torch.empty(0, dtype=torch.uint8)
         with contextlib.suppress(BufferError):  # a view may still be alive; the mapping then goes with it
             self._map.close()
@@ -110,10 +100,10 @@ class HostBuffer:
 class AnonymousBuffer:
     """A buffer that no path names: it is gone with the last process that maps it, whatever kills the owner."""
 
-    def __init__(self, size: int, *, pin: bool) -> None:
+    def __init__(self, size: int) -> None:
         self._fd = os.memfd_create("holdfast-staging", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, size)
-        self.buffer = HostBuffer(self._fd, size, pin=pin)
+        os.posix_fallocate(self._fd, 0, size)  # (a GPU's copy of gigabytes is to find its pages there)
+        self.buffer = HostBuffer(self._fd, size)
 
     @property
     def path(self) -> str:

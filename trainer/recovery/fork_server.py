@@ -6,7 +6,7 @@ starts with everything imported (facts: SIGKILL to first step 2.2 s with imports
     python -m trainer.recovery.fork_server SOCKET RUN_DIRECTORY ATTEMPT NODE POD
 
 1. Listen on SOCKET at once, so that clients queue while the imports run.
-2. Import what workers need. No thread may be started here and no CUDA call made: both do not survive a fork.
+2. Import what workers need, and what the compiler would compute again in each (``remember``). No thread may be started here and no CUDA call made: both do not survive a fork.
    (``torch._inductor`` asks for devices on import; NVML answers without CUDA when PYTORCH_NVML_BASED_CUDA_CHECK=1.)
 3. For each request fork: the child takes the client's environment, directory and standard files and calls TARGET
    (``module:function``); its code goes to the client as one line when it ends.
@@ -46,7 +46,15 @@ PRELOAD = (
     "trainer.model", "trainer.clock", "trainer.data", "trainer.optim", "trainer.parallel", "trainer.faults", "trainer.pretrained",
     "trainer.rendezvous", "psutil", "nvidia_resiliency_ext.fault_tolerance.launcher",
 )  # fmt: skip
-PRELOAD_GPU = ("torch._inductor.compile_fx",)
+PRELOAD_GPU = (
+    "torch._inductor.compile_fx", "torch._dynamo.backends.cudagraphs", "torch._dynamo.backends.distributed",
+    "torch._dynamo.backends.inductor", "torch._dynamo.backends.onnxrt", "torch._dynamo.backends.tensorrt",
+    "torch._dynamo.backends.torchxla", "torch._dynamo.backends.tvm", "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.compiler_bisector", "torch._export.db.logging", "torch.export._trace", "torch.export._unlift",
+    "torch.fx.experimental.validator", "torch.distributed.tensor.experimental._attention",
+)  # fmt: skip
+"""What the compiler imports when it is first used."""
+TRACED = ("trainer.model", "torch.nn.functional", "torch.nn.modules.linear")
 
 PR_SET_PDEATHSIG = 1
 READ_LIMIT = 1 << 24
@@ -229,6 +237,23 @@ def call(module: str, function: str, descriptors: list[int]) -> int:
     return int(value or 0)
 
 
+def remember() -> None:
+    """Compute what torch's compiler computes once in a process, so that no fork has to: saves a second of a restart.
+
+    The hashes of torch's and triton's sources are part of every key of the compile cache; the positions of functions in
+    the files that a block's code lies in are part of every trace. (To compile for show would call CUDA.)
+    """
+    from torch._inductor.codecache import torch_key
+
+    torch_key()
+    with contextlib.suppress(ImportError, AttributeError):  # where these lie depends on the versions
+        importlib.import_module("triton.runtime.cache").triton_key()
+    with contextlib.suppress(ImportError, AttributeError):
+        get_funcname = importlib.import_module("torch._dynamo.funcname_cache").get_funcname
+        for name in TRACED:
+            get_funcname(sys.modules[name].__file__, 1)
+
+
 def reopen_standard_streams() -> None:
     """Text streams over descriptors 0-2 anew: the old ones may hold what the server buffered."""
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
@@ -278,7 +303,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if torch.cuda.is_available():
         for name in PRELOAD_GPU:
-            importlib.import_module(name)
+            with contextlib.suppress(ImportError):  # (not in every version of torch)
+                importlib.import_module(name)
+        remember()
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, the pages that the forks share
     return ForkServer(listener, events).serve()

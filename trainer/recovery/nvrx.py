@@ -8,6 +8,7 @@
 | NIC link check before a rendezvous | no such flag | off | on |
 | before a restart waits until the GPUs' memory is free | no such flag | polls each 2 s, 50 s long | the same |
 | GPU checks of the in-process Wrapper where LOCAL_RANK is set | no | yes | yes |
+| sleeps 1 s before it joins a round that is open already | no | yes | yes |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.metadata
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.config import RunConfig
 from trainer.recovery.base import Limits
@@ -43,8 +45,34 @@ class Rendezvous:
 def launcher_target(config: RunConfig) -> str:
     """The launcher of a recovery mode as ``module:function``, for the fork server."""
     if config.recovery in ("in-job", "combined"):
-        return "nvidia_resiliency_ext.fault_tolerance.launcher:main"
+        return "trainer.recovery.nvrx:ft_launcher"
     return "torch.distributed.run:main"
+
+
+def ft_launcher() -> None:
+    """ft_launcher, which joins a round of its rendezvous without a pause if it is open already."""
+    from nvidia_resiliency_ext.fault_tolerance import launcher
+
+    if version() >= (0, 6):
+        from nvidia_resiliency_ext.fault_tolerance import ft_rendezvous_barrier
+
+        catch_up_first(ft_rendezvous_barrier._RendezvousBarrierState)
+    launcher.main()
+
+
+def catch_up_first(barrier: Any) -> None:
+    """Have ``barrier`` look for the newest round before it waits for one to open.
+
+    Its wait looks at the round that has ended, then for newer ones, then sleeps for a second, also where it has found
+    one that is open: after each fault, since the launcher opens the next round itself.
+    """
+    wait = barrier._wait_for_rendezvous_open
+
+    def wait_for_newest(state: Any, *arguments: Any, **options: Any) -> Any:
+        state._sync_from_per_round_state()
+        return wait(state, *arguments, **options)
+
+    barrier._wait_for_rendezvous_open = wait_for_newest
 
 
 def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -> list[str]:
@@ -86,9 +114,8 @@ def in_job_arguments(limits: Limits) -> list[str]:
     if version() >= (0, 6):
         arguments += [
             "--ft-enable-nic-healthcheck=false",
-            # A killed rank's memory is free in tenths of a second; a GPU that others use too is never empty.
-            "--ft-gpu-memory-poll-interval=0.1",
-            "--ft-gpu-memory-reclaim-timeout=5",
-            "--ft-gpu-memory-tolerance-mb=2048",
+            # A worker's stub ends when the worker has been reaped, and its memory with it; a GPU that others use too is
+            # never empty.
+            "--ft-gpu-memory-reclaim-timeout=0",
         ]
     return arguments

@@ -1,0 +1,151 @@
+"""Parts recovery and restarts: real faults in the pipeline's own training, and plain ft_launcher for comparison."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import gpu_runs
+
+CASES = "combined/exception,exception,exception,sigkill,sigkill,sigkill,hang,hang"
+HEARTBEAT = 15.0
+PLAIN = Path(__file__).with_name("gpu_plain.py")
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for case in (options.cases or CASES).split():
+        recovery, _, kinds = case.partition("/")
+        count = len(kinds.split(","))
+        run = gpu_runs.train(
+            f"recovery-{recovery}", options, f"--max-steps={options.steps or 30 + 12 * count}", f"--recovery={recovery}",
+            f"--fault-count={count}", f"--fault-kinds={kinds}", "--fault-first-step=25", "--fault-seed=7",
+            f"--heartbeat-timeout-seconds={HEARTBEAT}", "--checkpoint-interval-steps=1000", "--snapshot-interval-steps=5",
+            limit=400,
+        )  # fmt: skip
+        rows += faults(run, json.loads((options.out / f"recovery-{recovery}.json").read_text()))
+    if not options.cases:
+        rows += plain(options)
+    return rows
+
+
+def faults(run: Path, report: dict[str, object]) -> list[dict[str, object]]:
+    """A row for each fault: from the moment it struck to the end of the first step that all ranks completed after it."""
+    from trainer import events
+
+    found = list(events.read(run / "events"))
+    told = report["faults"]
+    assert isinstance(told, list)
+    rows: list[dict[str, object]] = []
+    for fault, mine in zip([e for e in found if e.event == "fault_injected"], told, strict=False):
+        struck = fault.monotonic
+        entries = [e for e in found if e.event == "entry" and e.monotonic > struck]
+        again = [e for e in found if entries and e.event in ("step_start", "step_end") and e.monotonic > entries[0].monotonic]
+        first = min((e.data["step"] for e in again if e.event == "step_start"), default=-1)
+        starts = [e.monotonic for e in again if e.event == "step_start" and e.data["step"] == first][: fault.world_size]
+        ends = [e.monotonic for e in again if e.event == "step_end" and e.data["step"] == first][: fault.world_size]
+        rows.append(
+            {
+                "fault": f"{mine['kind']} {fault.data.get('variant', '')}".strip(), "step": fault.data["step"], "recovered by": mine["recovered_by"],
+                "to next completed step, s": max(ends, default=0.0) - struck, "noticed after": mine["detection_seconds"],
+                **{name.replace("_", " "): seconds for name, seconds in mine["phases"].items()},
+                "first step": max(ends, default=0.0) - max(starts, default=0.0), "steps lost": mine["lost_steps"], "from": mine["resumed_from"],
+            }
+        )  # fmt: skip
+    return rows
+
+
+def plain(options: argparse.Namespace) -> list[dict[str, object]]:
+    """ft_launcher as it comes, its intervals set as short as ours: a rank is killed twice, the state is in memory."""
+    rows: list[dict[str, object]] = []
+    folder = options.root / "plain"
+    folder.mkdir()
+    command = [
+        sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher", "--nnodes=1", f"--nproc-per-node={options.gpus}",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29611", "--rdzv-conf=is_host=true", "--max-restarts=3",
+        "--monitor-interval=0.1", "--ft-workload-check-interval=0.2", "--ft-initial-rank-heartbeat-timeout=200",
+        f"--ft-rank-heartbeat-timeout={HEARTBEAT}", "--ft-restart-policy=any-failed",
+        str(PLAIN), str(folder), options.model, str(options.sequence_length or 2048), str(options.micro_batch_size or 8), options.compile,
+    ]  # fmt: skip
+    with (options.out / "recovery-plain.log").open("w") as log:
+        subprocess.run(command, cwd=gpu_runs.REPOSITORY, timeout=200, stdout=log, stderr=subprocess.STDOUT, check=False)
+    marks = {path.name: float(path.read_text()) for path in folder.glob("mark-*")}
+    for cycle in (1, 2):
+        killed, done = marks.get(f"mark-killed-{cycle - 1}"), [marks.get(f"mark-{cycle}-step-{rank}") for rank in range(options.gpus)]
+        if killed is None or None in done:
+            continue
+        row: dict[str, object] = {"plain ft_launcher": f"SIGKILL {cycle}", "to next completed step, s": max(t for t in done if t) - killed}
+        before = killed
+        for name in ("start", "imports", "group", "build", "load", "step"):
+            at = max(marks[f"mark-{cycle}-{name}-{rank}"] for rank in range(options.gpus))
+            row[name], before = at - before, at
+        rows.append(row)
+    return rows
+
+
+def restarts(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Twenty exceptions, then twenty SIGKILLs; what the machine holds after the first two and after the last."""
+    rows: list[dict[str, object]] = []
+    options.model = "160m" if options.model == "1b" else options.model
+    options.compile = "false"
+    count = 20
+    for kind in ("exception", "sigkill"):
+        samples: list[dict[str, float]] = []
+        ended = threading.Event()
+        folder = options.root / "runs" / f"restarts-{kind}" / "events"
+        watcher = threading.Thread(target=watch, args=(folder, samples, ended))
+        watcher.start()
+        try:
+            run = gpu_runs.train(
+                f"restarts-{kind}", options, f"--max-steps={options.steps or 220}", "--recovery=combined", f"--fault-count={count}",
+                f"--fault-kinds={kind}", "--fault-first-step=10", "--max-restarts=25", "--checkpoint-interval-steps=50",
+                "--snapshot-interval-steps=5", f"--heartbeat-timeout-seconds={HEARTBEAT}", limit=220,
+            )  # fmt: skip
+        finally:
+            ended.set()
+            watcher.join()
+        report = json.loads((options.out / f"restarts-{kind}.json").read_text())
+        early = [s for s in samples if 2 <= s["restarts"] <= 3] or samples[:1]
+        late = [s for s in samples if s["restarts"] >= count] or samples[-1:]
+        row: dict[str, object] = {"20 x": kind, "recovered": len(report["faults"]), "steps": report["steps_completed"]}
+        for name in ("GPU MiB", "sockets", "listening", "descriptors", "processes", "memory MiB"):
+            row[f"{name}: after 2-3, after 20"] = f"{least(early, name)}, {least(late, name)}"
+        rows.append(row)
+        assert run
+    return rows
+
+
+def least(samples: list[dict[str, float]], name: str) -> str:
+    """The least of the samples, which is what is held for good: a restart that is going on holds more for a moment."""
+    return f"{min((s[name] for s in samples), default=0):.0f}"
+
+
+def watch(folder: Path, samples: list[dict[str, float]], ended: threading.Event) -> None:
+    """Look twice a second at what the machine's processes hold."""
+    import psutil
+
+    me = psutil.Process()
+    while not ended.wait(0.5):
+        entries = sum(len(re.findall(rb'"event": "entry"', path.read_bytes())) for path in folder.glob("*-trainer-*.jsonl"))
+        processes = me.children(recursive=True)
+        sample = {"restarts": max(0.0, entries / 2 - 1), "processes": float(len(processes)), "sockets": 0.0, "listening": 0.0, "descriptors": 0.0, "memory MiB": 0.0}
+        for process in processes:
+            try:
+                sample["descriptors"] += process.num_fds()
+                connections = process.net_connections("inet")
+                sample["memory MiB"] += process.memory_info().rss / 2**20
+            except psutil.Error:
+                continue
+            sample["sockets"] += len(connections)
+            sample["listening"] += sum(c.status == psutil.CONN_LISTEN for c in connections)
+        used = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False
+        ) if shutil.which("nvidia-smi") else None
+        sample["GPU MiB"] = float(sum(int(line) for line in used.stdout.split())) if used else 0.0
+        samples.append(sample)

@@ -1,0 +1,113 @@
+"""Part throughput: the training step alone, as the trainer makes it, on random tokens. Started by torchrun, once a rank."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CASES = "llama-3.1-8b:8192:1,1b:8192:4"
+ALONE = "llama-3.1-8b:8192:1:recompute,1b:8192:4"
+WARM_UP = 4
+PEAK = 989e12
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Rows for the cases: on all GPUs, then on one (where the 8B shape fits with its activations recomputed only)."""
+    rows: list[dict[str, object]] = []
+    given = options.cases
+    for gpus, cases in ((options.gpus, given or CASES), (1, given or ALONE)):
+        if gpus > 1 or options.gpus == 1 or not given:
+            rows += bare(gpus, cases, options.steps or 12, options.out, options.compile == "true", 128_256)
+    return rows
+
+
+def bare(gpus: int, cases: str, steps: int, out: Path, compiled: bool, vocabulary: int) -> list[dict[str, object]]:
+    """The bare loop's rows for ``cases``."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", __file__,
+        cases, str(steps), str(out / "throughput.json"), str(int(compiled)), str(vocabulary),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, timeout=460, env=os.environ | {"OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    found: list[dict[str, object]] = json.loads((out / "throughput.json").read_text())
+    return found
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from trainer.parallel import choose_device
+
+    cases, steps, out, compiled, vocabulary = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4] == "1", int(sys.argv[5])
+    device = choose_device()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    rows = []
+    for case in cases.split(","):
+        rows.append(one(case, steps, compiled, vocabulary))
+        torch._dynamo.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def one(case: str, steps: int, compiled: bool, vocabulary: int) -> dict[str, Any]:
+    """A row: build, warm up, ``steps`` steps."""
+    import torch
+    import torch.distributed as dist
+
+    from trainer.config import build
+    from trainer.model import flops_per_token, init_weights, model_config, parameter_count
+    from trainer.optim import apply_learning_rate, build_optimizer, clip_gradients
+    from trainer.parallel import choose_device, forward_backward, prepare
+
+    name, sequence, micro_batch, *recompute = case.split(":")
+    length, batch, device = int(sequence), int(micro_batch), choose_device()
+    shape = model_config(name, vocabulary)
+    config = build({"max_steps": 1000, "gpus_per_node": 1})
+    model = prepare(shape, device, compile_blocks=compiled, recompute=bool(recompute))
+    init_weights(model, 0)
+    optimizer = build_optimizer(model, config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens_BT = torch.randint(0, vocabulary, (batch, length + 1), generator=generator)
+    if device.type == "cuda":
+        tokens_BT = tokens_BT.pin_memory()
+        torch.cuda.reset_peak_memory_stats()
+    began, times, loss = time.monotonic(), [], torch.zeros(())
+    for step in range(1, WARM_UP + steps + 1):
+        loss = forward_backward(model, [tokens_BT.to(device, non_blocking=True)])
+        clip_gradients(model, config.gradient_clip)
+        apply_learning_rate(optimizer, step, config)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step >= WARM_UP:
+            if step in (WARM_UP, WARM_UP + steps) and device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.monotonic())
+    seconds = (times[-1] - times[0]) / steps
+    rate = batch * length / seconds
+    parameters = parameter_count(shape)
+    every = 6 * parameters + flops_per_token(shape, length) - 6 * (parameters - (0 if shape.tie_embeddings else shape.vocabulary_size * shape.dim))
+    row = {
+        "model": name + (" recomputed" if recompute else ""), "parameters": f"{parameters / 1e9:.2f}B", "GPUs": dist.get_world_size(),
+        "batch a GPU": f"{batch} x {length}", "tokens/s/GPU": rate, "step, s": seconds,
+        "MFU % (6N, embedding not counted)": 100 * rate * flops_per_token(shape, length) / PEAK, "MFU % (6N)": 100 * rate * every / PEAK,
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+        "warm-up, s": times[0] - began, "loss": float(loss),
+    }  # fmt: skip
+    if dist.get_rank() == 0:
+        print(row, flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()

@@ -33,6 +33,7 @@ def device(tmp_path: Path) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, on its way
 @pytest.mark.parametrize("compile_blocks", [False, True])
 def test_training_learns_in_bf16_with_float32_state(device: torch.device, compile_blocks: bool) -> None:
     config = build_config({"max_steps": 20, "warmup_steps": 2, "gpus_per_node": 1, "learning_rate": 3e-3})
@@ -85,6 +86,7 @@ def test_a_copy_beside_training_holds_the_state_of_its_beginning(device: torch.d
     staging.close()
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_loss_of_a_large_vocabulary_is_the_loss_of_its_logits(device: torch.device, compiled: bool) -> None:
     generator = torch.Generator(device).manual_seed(0)

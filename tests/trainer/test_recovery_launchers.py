@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import subprocess
 
 import pytest
 from nvidia_resiliency_ext.fault_tolerance import launcher
@@ -85,3 +87,29 @@ def test_every_watchdog_is_longer_than_what_it_watches() -> None:
 def test_limits_in_a_wrong_order_are_refused(values: dict[str, float], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         Limits.of(build(values)).check()
+
+
+def test_process_groups_that_have_ended_are_not_waited_for() -> None:
+    """Only a group that still has a process is signalled, and slept for, by NVRx's own function."""
+    living = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    asked: list[set[int]] = []
+    terminate = nvrx.if_any_is_left(lambda *, allowed_pgids: asked.append(allowed_pgids))
+    try:
+        terminate(allowed_pgids={ended.pid})
+        assert asked == []
+        terminate(allowed_pgids={ended.pid, living.pid})
+        assert asked == [{living.pid}]
+    finally:
+        living.kill()
+        living.wait()
+
+
+@pytest.mark.skipif(nvrx.version() < (0, 6), reason="this NVRx has no barrier")
+def test_what_is_changed_of_nvrx_is_still_there() -> None:
+    from nvidia_resiliency_ext.fault_tolerance import ft_rendezvous_barrier
+
+    state = ft_rendezvous_barrier._RendezvousBarrierState
+    assert callable(state._wait_for_rendezvous_open) and callable(state._sync_from_per_round_state)
+    assert "allowed_pgids" in inspect.signature(launcher.terminate_mp_processes).parameters

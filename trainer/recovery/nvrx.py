@@ -9,12 +9,15 @@
 | before a restart waits until the GPUs' memory is free | no such flag | polls each 2 s, 50 s long | the same |
 | GPU checks of the in-process Wrapper where LOCAL_RANK is set | no | yes | yes |
 | sleeps 1 s before it joins a round that is open already | no | yes | yes |
+| sleeps 1 s between two signals to workers that have ended | no | yes | yes |
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +53,38 @@ def launcher_target(config: RunConfig) -> str:
 
 
 def ft_launcher() -> None:
-    """ft_launcher, which joins a round of its rendezvous without a pause if it is open already."""
+    """ft_launcher without two pauses of a second that each restart of its workers has, for nothing in most cases."""
     from nvidia_resiliency_ext.fault_tolerance import launcher
 
     if version() >= (0, 6):
         from nvidia_resiliency_ext.fault_tolerance import ft_rendezvous_barrier
 
         catch_up_first(ft_rendezvous_barrier._RendezvousBarrierState)
+        launcher.terminate_mp_processes = if_any_is_left(launcher.terminate_mp_processes)
     launcher.main()
+
+
+def if_any_is_left(terminate: Callable[..., None]) -> Callable[..., None]:
+    """``terminate``, which signals the workers' process groups, sleeps for a second and signals again, for groups that
+    still have a process."""
+
+    def wrapped(*arguments: Any, allowed_pgids: Iterable[int], **options: Any) -> None:
+        left = {group for group in allowed_pgids if is_left(group)}
+        if left:
+            terminate(*arguments, allowed_pgids=left, **options)
+
+    return wrapped
+
+
+def is_left(group: int) -> bool:
+    """Whether the process group has a process."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def catch_up_first(barrier: Any) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import gpu_runs
 
-CASES = "combined/exception,exception,exception,sigkill,sigkill,sigkill,hang,hang"
+CASES = "combined/exception,exception,exception,sigkill,sigkill,sigkill,hang,hang plain"
 HEARTBEAT = 15.0
 PLAIN = Path(__file__).with_name("gpu_plain.py")
 
@@ -21,6 +21,9 @@ PLAIN = Path(__file__).with_name("gpu_plain.py")
 def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for case in (options.cases or CASES).split():
+        if case == "plain":
+            rows += plain(options)
+            continue
         recovery, _, kinds = case.partition("/")
         count = len(kinds.split(","))
         run = gpu_runs.train(
@@ -30,8 +33,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
             limit=400,
         )  # fmt: skip
         rows += faults(run, json.loads((options.out / f"recovery-{recovery}.json").read_text()))
-    if not options.cases:
-        rows += plain(options)
     return rows
 
 

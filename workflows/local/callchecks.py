@@ -80,7 +80,7 @@ class CallChecks(Checks):
             raise Problem(
                 (*where, "continueOn"), "cannot use 'continueOn' when using 'depends'; use TASK.Failed or TASK.Errored"
             )
-        for match in re.finditer(r"([a-zA-Z0-9][-a-zA-Z0-9]*)\.([A-Z][a-zA-Z]+)", raw.get("depends") or ""):
+        for match in re.finditer(r"([a-zA-Z0-9][-a-zA-Z0-9]*)\.([a-zA-Z]+)", raw.get("depends") or ""):
             if match.group(2) not in RESULTS:
                 raise Problem(
                     (*where, "depends"),

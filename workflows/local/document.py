@@ -59,23 +59,23 @@ def _construct_int(loader: Any, node: Any) -> int:
 
 
 def _construct_map(loader: Any, node: Any) -> dict[str, Any]:
-    loader.flatten_mapping(node)
-    out: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        key = (
-            key
-            if isinstance(key, str)
-            else {True: "true", False: "false", None: "null"}.get(key, str(key))
-            if not isinstance(key, (list, dict))
-            else key
-        )
-        if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a string", key_node.start_mark)
-        if key in out:
+    """A map with text for keys, each there once; keys that ``<<`` merges in give way to the map's own."""
+    seen: set[str] = set()
+    for key_node, _ in node.value:
+        if (key := _key(loader, key_node)) in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is there twice", key_node.start_mark)
-        out[key] = loader.construct_object(value_node, deep=True)
-    return out
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return {_key(loader, key): loader.construct_object(value, deep=True) for key, value in node.value}
+
+
+def _key(loader: Any, node: Any) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise yaml.constructor.ConstructorError(None, None, "a key must be a string", node.start_mark)
+    if node.tag == "tag:yaml.org,2002:merge":
+        return "<<"
+    key = loader.construct_object(node)
+    return key if isinstance(key, str) else {True: "true", False: "false", None: "null"}.get(key, str(key))
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)

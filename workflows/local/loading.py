@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def _choose(documents: list[Any], path: Path) -> int:
     for wanted in ("Workflow", *_KINDS):
         if wanted in kinds:
             return kinds.index(wanted)
-    raise ConfigurationError(f"{path} has no Workflow (kinds: {', '.join(str(kind) for kind in kinds) or 'none'})")
+    raise ConfigurationError(f"{path} has no Workflow (kinds: {', '.join(str(kind) for kind in kinds if kind) or 'none'})")
 
 
 def _plan(path: Path, documents: list[Any], number: int, parameters: dict[str, str]) -> Plan:
@@ -92,36 +93,34 @@ def _joined(spec: Raw, library: dict[str, Raw]) -> Raw:
 
 
 def _library(path: Path, documents: list[Any], spec: Raw) -> dict[str, Raw]:
-    """The workflow templates that ``spec`` and they themselves name, from this file and the others of its directory."""
-    wanted = _references(spec)
+    """The workflow templates that ``spec`` and they themselves name, from this file, else from the others of its directory."""
     found: dict[str, Raw] = {}
     _collect(documents, found)
-    for other in siblings(path) if wanted - found.keys() else ():
-        try:
-            _collect(parse(other.read_text(encoding="utf-8"), str(other)), found)
-        except (ConfigurationError, UnicodeDecodeError, OSError):
-            continue
     library: dict[str, Raw] = {}
-    pending = list(wanted)
+    pending, others = _references(spec), siblings(path)
     while pending:
         key = pending.pop()
-        if key in found and key not in library:
-            library[key] = found[key]
-            findings = schema.check(found[key], "Spec")
-            if findings.refused:
-                raise Problem(
-                    (),
-                    f"workflow template {key.partition('/')[2]}: {path_text(findings.refused[0])} is not implemented here; run it on a cluster",
-                )
-            pending += list(_references(found[key]))
+        while key not in found and (other := next(others, None)) is not None:
+            with contextlib.suppress(ConfigurationError, UnicodeDecodeError, OSError):
+                _collect(parse(other.read_text(encoding="utf-8"), str(other)), found)
+        if key not in found or key in library:
+            continue
+        library[key] = found[key]
+        findings = schema.check(found[key], "Spec")
+        if findings.refused:
+            raise Problem(
+                (),
+                f"workflow template {key.partition('/')[2]}: {path_text(findings.refused[0])} is not implemented here; run it on a cluster",
+            )
+        pending |= _references(found[key])
     return library
 
 
 def _collect(documents: list[Any], found: dict[str, Raw]) -> None:
     for document in documents:
-        if isinstance(document, dict) and document.get("kind") in _KINDS:
-            name = (document.get("metadata") or {}).get("name") or ""
-            found.setdefault(f"{_KINDS[document['kind']]}/{name}", document.get("spec") or {})
+        kind = document.get("kind") if isinstance(document, dict) else None
+        if isinstance(kind, str) and kind in _KINDS and isinstance(document.get("metadata"), dict):
+            found.setdefault(f"{_KINDS[kind]}/{document['metadata'].get('name') or ''}", document.get("spec") or {})
 
 
 def _references(value: Any) -> set[str]:

@@ -17,11 +17,12 @@ import yaml
 
 from workflows.local.document import Problem, Where
 
-PATCH, TEXT, ANY, INT, INT_OR_TEXT, BOOL, FREE, TEXT_MAP = (
+PATCH, TEXT, ANY, INT, POSITIVE, INT_OR_TEXT, BOOL, FREE, TEXT_MAP = (
     "patch",
     "text",
     "any scalar",
     "whole number",
+    "whole number greater than 0",
     "whole number or text",
     "true or false",
     "free",
@@ -78,7 +79,7 @@ KINDS: dict[str, Kind] = {
     "Spec": Kind(
         {
             "entrypoint": TEXT, "arguments": "Arguments", "templates": ["Template"], "volumes": ["Volume"],
-            "volumeClaimTemplates": ["ClaimTemplate"], "parallelism": INT, "suspend": BOOL, "onExit": TEXT, "hooks": "Hooks",
+            "volumeClaimTemplates": ["ClaimTemplate"], "parallelism": POSITIVE, "suspend": BOOL, "onExit": TEXT, "hooks": "Hooks",
             "activeDeadlineSeconds": INT, "priority": INT, "retryStrategy": "RetryStrategy", "templateDefaults": "Template",
             "workflowTemplateRef": "WorkflowTemplateRef", "workflowMetadata": "WorkflowMetadata", "synchronization": "Synchronization",
             "serviceAccountName": TEXT, "podSpecPatch": PATCH,
@@ -172,6 +173,8 @@ def _check(value: Any, kind: Any, where: Where, findings: Findings) -> None:
         if not isinstance(value, list):
             raise Problem(where, f"must be a list, not {_name(value)}")
         for index, item in enumerate(value):
+            if item is None:
+                raise Problem((*where, index), "must not be empty")
             _check(item, kind[0], (*where, index), findings)
     elif kind == PATCH:
         _check_patch(value, where, findings)
@@ -229,6 +232,7 @@ _SCALARS: dict[str, Callable[[Any], bool]] = {
     TEXT: lambda value: isinstance(value, str),
     ANY: lambda value: isinstance(value, (str, int, float, bool)),
     INT: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    POSITIVE: lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
     INT_OR_TEXT: lambda value: isinstance(value, (int, str)) and not isinstance(value, bool),
     BOOL: lambda value: isinstance(value, bool),
     FREE: lambda value: True,

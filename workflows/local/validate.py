@@ -184,6 +184,8 @@ class Validation(CallChecks):
         for index, mount in enumerate(template.container.get("volumeMounts") or ()):
             here = (*where, template.type, "volumeMounts", index)
             path = mount.get("mountPath") or ""
+            if not path.startswith("/") and "{{" not in path:
+                raise Problem((*here, "mountPath"), f"mountPath '{path}' must be an absolute path")
             if path in mounts:
                 raise Problem(here, f"mountPath '{path}' is already mounted")
             mounts.add(path)

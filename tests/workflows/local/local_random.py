@@ -73,16 +73,16 @@ def retried(draw: st.DrawFn) -> Raw:
 @st.composite
 def call(draw: st.DrawFn, kind: str, name: str, before: list[str], values: list[str], inner: str | None) -> Raw:
     """A step or task: which template, with what, whether it loops, when it runs, what it goes on after."""
-    template = draw(st.sampled_from(["leaf", "leaf", "leaf", "value", "flaky"] + ([inner] if inner else [])))
+    template = draw(st.sampled_from(["leaf", "leaf", "value", "value", "flaky"] + ([inner] * 2 if inner else [])))
     raw: Raw = {"name": name, "template": template}
-    loop = template in ("leaf", "value") and draw(st.integers(0, 5)) == 0
+    loop = template in ("leaf", "value") and draw(st.integers(0, 4)) == 0
     if template == "leaf":
         code = draw(CODES)
         raw["arguments"] = parameters(code="{{item}}" if loop else code)
         if loop:
             raw["withItems"] = draw(st.lists(CODES, min_size=2, max_size=2))
     elif template == "value":
-        source = draw(st.sampled_from([None, *values]))
+        source = draw(st.sampled_from([*values, *values, None]))
         text = f"{{{{{kind}.{source}.outputs.parameters.text}}}}y" if source else draw(st.sampled_from(["p", "q"]))
         raw["arguments"] = parameters(text="{{item}}" if loop else text)
         if loop:
@@ -137,10 +137,11 @@ def _loops(raw: Raw) -> bool:
 def dag(draw: st.DrawFn, name: str, inner: str | None, size: int) -> Raw:
     """A dag template of at most ``size`` tasks, with ``depends`` or with ``dependencies``."""
     tasks: list[Raw] = []
-    use_depends = draw(st.booleans())
+    use_depends = draw(st.sampled_from([True, True, False]))
     for task_name in NAMES[: draw(st.integers(2, size))]:
         earlier = [task["name"] for task in tasks]
-        chosen = draw(st.lists(st.sampled_from(earlier), max_size=2, unique=True)) if earlier else []
+        least = draw(st.sampled_from([0, 1, 1, 1]))
+        chosen = draw(st.lists(st.sampled_from(earlier), min_size=least, max_size=2, unique=True)) if earlier else []
         loops = {t["name"] for t in tasks if _loops(t)}
         values = [
             t["name"] for t in tasks if t["name"] in chosen and t["template"] == "value" and t["name"] not in loops
@@ -183,7 +184,7 @@ def workflows(draw: st.DrawFn) -> Raw:
     """A whole Workflow."""
     templates = [*leaf_templates(), draw(retried())]
     inner: str | None = None
-    if draw(st.integers(0, 3)) == 0:
+    if draw(st.booleans()):
         inner = "inner"
         templates.append(draw(st.one_of(dag("inner", None, 2), steps("inner", None, 2))))
     size = 3 if inner else 4

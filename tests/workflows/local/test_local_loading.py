@@ -61,6 +61,11 @@ def refusal(path: Path, parameters: dict[str, str] | None = None) -> str:
         (MAIN + "timeout: '30'\n  container: {image: x, command: ['true']}", 8, "needs a unit"),
         (MAIN + "container: {image: x, command: ['true']}\n  outputs: {parameters: [{name: o}]}", 9, "does not have valueFrom"),
         (MAIN + "container: {image: x, command: ['true']}\n  outputs: {parameters: [{name: o, valueFrom: {expression: '1'}}]}", 9, "needs one of: path"),
+        (MAIN + "dag:\n    tasks:\n    - {name: z, template: end}\n    - {name: a, template: end, depends: z.failed}", 11, "task result 'failed' for task 'z' is invalid"),
+        (MAIN + "steps:\n  - - ", 9, "must not be empty"),
+        ("entrypoint: main\ntemplates: [~]", 6, "must not be empty"),
+        ("entrypoint: main\nparallelism: 0\ntemplates: []", 6, "greater than 0"),
+        (MAIN + "container: {image: x, command: ['true'], volumeMounts: [{name: v, mountPath: here}]}", 8, "must be an absolute path"),
         (MAIN + "steps:\n  - - {name: a, templateRef: {name: elsewhere, template: t}}", 9, "workflow template 'elsewhere' not found"),
     ],
 )  # fmt: skip
@@ -79,6 +84,28 @@ def test_a_file_that_is_no_workflow_is_refused(tmp_path: Path) -> None:
     assert "not UTF-8" in refusal(path)
     path.unlink()
     assert "cannot be read" in refusal(path)
+
+
+def test_other_files_of_the_directory_may_be_anything(tmp_path: Path) -> None:
+    """Workflow templates are looked for in them, those that other templates name included."""
+    (tmp_path / "a.yaml").write_text("kind: [Workflow]\n---\nmetadata: 1\nkind: WorkflowTemplate\n---\n- x\n")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe")
+    ref = "apiVersion: argoproj.io/v1alpha1\nkind: WorkflowTemplate\nmetadata: {name: %s}\nspec:\n  templates:\n  - name: t\n    %s\n"
+    (tmp_path / "c.yaml").write_text(ref % ("second", "container: {image: x, command: ['true']}"))
+    first = ref % ("first", "steps: [[{name: a, templateRef: {name: second, template: t}}]]")
+    path = write(tmp_path, MAIN + "steps:\n  - - {name: a, templateRef: {name: first, template: t}}")
+    path.write_text(path.read_text() + "\n---\n" + first)
+    assert run(path, tmp_path).phases["[0].a[0].a"] == "Succeeded"
+
+
+def test_maps_may_be_merged(tmp_path: Path) -> None:
+    spec = """
+    entrypoint: b
+    templates:
+    - &a {name: a, container: &c {image: x, command: [sh, -c, exit 1]}}
+    - {<<: *a, name: b, container: {<<: [*c], command: ["true"]}}
+    """
+    assert run(write(tmp_path, spec), tmp_path).result.phase == "Succeeded"
 
 
 def test_parameters_are_those_that_the_workflow_has(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def _choose(documents: list[Any], path: Path) -> int:
     for wanted in ("Workflow", *_KINDS):
         if wanted in kinds:
             return kinds.index(wanted)
-    raise ConfigurationError(f"{path} has no Workflow (kinds: {', '.join(str(kind) for kind in kinds if kind) or 'none'})")
+    raise ConfigurationError(
+        f"{path} has no Workflow (kinds: {', '.join(str(kind) for kind in kinds if kind) or 'none'})"
+    )
 
 
 def _plan(path: Path, documents: list[Any], number: int, parameters: dict[str, str]) -> Plan:

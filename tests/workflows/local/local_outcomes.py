@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+from workflows import local
 
 Outcome = dict[str, Any]
 
@@ -84,3 +89,14 @@ def differences(expected: Outcome, found: Outcome) -> list[str]:
         + [f"missing: {line}" for line in sorted(wanted - given)]
         + [f"extra: {line}" for line in sorted(given - wanted)]
     )
+
+
+def run_side_by_side(files: Mapping[str, Path], root: Path, at_a_time: int = 10) -> dict[str, Outcome]:
+    """Run files on the engine, several at a time since many only wait; name -> outcome."""
+
+    def outcome(path: Path) -> Outcome:
+        result = local.run(local.load(path), local.Options(root=root, display="quiet"))
+        return of_workflow(json.loads(result.workflow_json.read_text()))
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        return dict(zip(files, pool.map(outcome, files.values()), strict=True))

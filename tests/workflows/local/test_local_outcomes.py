@@ -8,27 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_outcomes import Outcome, differences, of_workflow
+from local_outcomes import Outcome, differences, run_side_by_side
 from local_runs import PROJECT
-
-from workflows import local
 
 DATA = Path(__file__).with_name("data")
 ARGO = Path(os.environ.get("ARGO_EXAMPLES") or PROJECT.parent / "shared" / "argo")
 EXAMPLES: dict[str, Any] = json.loads((ARGO / "outcomes.json").read_text()) if (ARGO / "outcomes.json").exists() else {}
 RECORDED: dict[str, Outcome] = json.loads((DATA / "outcomes.json").read_text())
-SLOW = {"dag-disable-failFast", "loops-param-result", "step-level-timeout"}
-"""Examples that sleep: they run side by side with the others."""
-
-
-def outcome_of(path: Path, root: Path) -> Outcome:
-    result = local.run(local.load(path), local.Options(root=root, display="quiet"))
-    return of_workflow(json.loads(result.workflow_json.read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +26,8 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """The outcomes of Argo's examples here."""
     if not EXAMPLES:
         pytest.skip("Argo's examples and outcomes.json are not beside the project (or where ARGO_EXAMPLES says)")
-    root = tmp_path_factory.mktemp("examples")
-    ordered = sorted(EXAMPLES, key=lambda name: name not in SLOW)
-    with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda name: outcome_of(ARGO / "examples" / f"{name}.yaml", root), ordered)
-        return dict(zip(ordered, found, strict=True))
+    files = {name: ARGO / "examples" / f"{name}.yaml" for name in EXAMPLES}
+    return run_side_by_side(files, tmp_path_factory.mktemp("examples"))
 
 
 def test_examples_come_out_as_on_a_real_controller(examples: dict[str, Outcome]) -> None:
@@ -92,29 +79,21 @@ def check_branches(outcome: Outcome) -> None:
         assert (node["phase"] != "Skipped") == (flips[above] == side)
 
 
-@pytest.mark.parametrize("name", sorted(RECORDED))
-def test_own_workflows_come_out_as_on_a_real_controller(name: str, tmp_path: Path) -> None:
-    assert differences(RECORDED[name], outcome_of(DATA / "workflows" / f"{name}.yaml", tmp_path)) == []
-
-
-def test_every_own_workflow_was_recorded() -> None:
-    if not RECORDED:
-        pytest.skip("nothing recorded yet: run record_local_outcomes.py on a cluster with Argo")
-    assert {file.stem for file in (DATA / "workflows").glob("*.yaml")} == set(RECORDED)
+def test_own_workflows_come_out_as_on_a_real_controller(tmp_path: Path) -> None:
+    files = {file.stem: file for file in sorted((DATA / "workflows").glob("*.yaml"))}
+    assert files.keys() == RECORDED.keys(), "record_local_outcomes.py files, on a cluster with Argo"
+    found = run_side_by_side(files, tmp_path)
+    wrong = {name: differences(expected, found[name]) for name, expected in RECORDED.items()}
+    assert {name: lines for name, lines in wrong.items() if lines} == {}
 
 
 def test_random_workflows_come_out_as_on_a_real_controller(tmp_path: Path) -> None:
-    if not (DATA / "random.jsonl").exists():
-        pytest.skip("nothing recorded yet: run record_local_outcomes.py random on a cluster with Argo")
     lines = (DATA / "random.jsonl").read_text().splitlines()
     counts, cases = json.loads(lines[0]), [json.loads(line) for line in lines[1:]]
     assert counts["kept"] == len(cases) >= 150
-
-    def check(number: int) -> list[str]:
-        path = tmp_path / f"{number}.json"
-        path.write_text(json.dumps(cases[number]["workflow"]))
-        return differences(cases[number]["outcome"], outcome_of(path, tmp_path / "root"))
-
-    with ThreadPoolExecutor(4) as pool:
-        wrong = {number: found for number, found in enumerate(pool.map(check, range(len(cases)))) if found}
-    assert wrong == {}
+    files = {str(number): tmp_path / f"{number}.json" for number in range(len(cases))}
+    for name, path in files.items():
+        path.write_text(json.dumps(cases[int(name)]["workflow"]))
+    found = run_side_by_side(files, tmp_path / "root", at_a_time=4)
+    wrong = {name: differences(cases[int(name)]["outcome"], found[name]) for name in files}
+    assert {name: lines for name, lines in wrong.items() if lines} == {}

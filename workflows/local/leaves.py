@@ -34,6 +34,7 @@ class Leaves:
             self.op.wake(deadline + 0.01)
             return node
         raw = execution.substitute(execution.template.raw, self.op.state.globals)
+        self.op.nodes.take_up(node)
         self.op.pods.submit(
             PodRequest(
                 node=node,

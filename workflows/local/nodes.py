@@ -156,6 +156,8 @@ class Nodes:
         self.active_children: Counter[str] = Counter()
         self.unsuccessful_children: Counter[str] = Counter()
         self.unfulfilled: Counter[str] = Counter()
+        self.lost: set[str] = set()
+        """Ids of pods that ran when an earlier engine was killed and are not asked for again yet: they take no one's place."""
         self._links: dict[str, set[str]] = {}
 
     def node_id(self, name: str) -> str:
@@ -186,7 +188,7 @@ class Nodes:
             return
         if node.phase in ACTIVE:
             self.active_children[boundary] += sign
-            if node.type == "Pod" and not node.waiting_for:
+            if node.type == "Pod" and not node.waiting_for and node.id not in self.lost:
                 self.active_pods[""] += sign
                 if boundary:
                     self.active_pods[boundary] += sign
@@ -206,6 +208,13 @@ class Nodes:
         if changed:
             self.changed(node)
         return node
+
+    def take_up(self, node: Node) -> None:
+        """A pod is asked for (again)."""
+        if node.id in self.lost:
+            self._count(node, -1)
+            self.lost.discard(node.id)
+            self._count(node, 1)
 
     def wait_for(self, node: Node, lock: str, message: str) -> None:
         """Note the lock that a node waits for ('' and '': none)."""

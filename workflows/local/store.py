@@ -7,6 +7,7 @@ The lock is held by the engine *and* by everything it started: who gets it knows
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -111,8 +112,13 @@ class Store:
         self._cost = self._written - started
 
     def close(self) -> None:
+        """Let go; of a workflow that was refused nothing stays."""
         if self._journal is not None:
             self._journal.close()
+        if not self.workflow_json.exists():
+            with contextlib.suppress(OSError):
+                (self.directory / "lock").unlink()
+                self.directory.rmdir()
         self._lock.close()
 
     # --- reading -------------------------------------------------------------------------------------------------
@@ -142,7 +148,7 @@ class Store:
         return metadata
 
     def restore(self, state: WorkflowState) -> None:
-        """Fill ``state`` with what was reached; pods that were under way are pending again."""
+        """Fill ``state`` with what was reached; pods that were under way are pending again, with all their time before them."""
         status = self._read("workflow.json")["status"]
         nodes: dict[str, Raw] = dict(status.get("nodes") or {})
         state.phase, state.message = status.get("phase", ""), status.get("message", "")
@@ -159,7 +165,8 @@ class Store:
         for raw in nodes.values():
             node = Node.read(raw)
             if node.type == "Pod" and not node.fulfilled:
-                node.phase, node.message, node.outputs = "Pending", "", None
+                node.phase, node.message, node.outputs, node.started = "Pending", "", None, time.time()
+                state.nodes.lost.add(node.id)
             state.nodes.add(node)
 
     def _journal_lines(self) -> list[Raw]:

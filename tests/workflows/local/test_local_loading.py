@@ -153,7 +153,7 @@ def test_a_command_that_is_not_on_this_machine_is_refused_before_anything_runs(t
         ConfigurationError, match=r"workflow.yaml:15: .*templates.moo: there is no command 'cowsay-of-nowhere'"
     ):
         local.run(plan, local.Options(root=tmp_path / "root", display="quiet"))
-    assert not list((tmp_path / "root").rglob("workflow.json"))
+    assert not list((tmp_path / "root" / "workflows").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from local_outcomes import Outcome, differences, of_workflow, run_side_by_side
 from local_runs import END, processes_with, run, start, wait_until, write
 
 from trainer.errors import ConfigurationError
 from workflows import local
 
+WORKFLOWS = Path(__file__).with_name("data") / "workflows"
 STUBBORN = """
 entrypoint: main
 templates:
@@ -156,6 +160,50 @@ def test_what_was_running_gets_the_same_arguments_again(tmp_path: Path, outside:
     result = local.resume(tmp_path, "handed", local.Options(root=tmp_path, display="quiet"))
     assert result.phase == "Succeeded"
     assert ledger.read_text().split() == ["something", "something"]
+
+
+def test_what_was_running_does_not_stand_in_its_own_way(tmp_path: Path, outside: Path) -> None:
+    """Its place among the pods that may run at a time is free until it runs again, and so is its time."""
+    ledger, gate = outside / "ledger", outside / "gate"
+    spec = f"""
+    entrypoint: main
+    parallelism: 1
+    templates:
+    - name: main
+      dag: {{tasks: [{{name: a, template: waits}}, {{name: b, template: waits}}]}}
+    - name: waits
+      timeout: 4s
+      container: {{image: x, command: [sh, -c], args: ["echo x >> {ledger}; while [ ! -e {gate} ]; do sleep 0.05; done"]}}
+    """
+    engine = start(write(tmp_path, spec), tmp_path, "crowded")
+    wait_until(ledger.exists)
+    engine.kill()
+    engine.wait(10)
+    gate.touch()
+    time.sleep(4)
+    assert local.resume(tmp_path, "crowded", local.Options(root=tmp_path, display="quiet")).phase == "Succeeded"
+    assert ledger.read_text().split() == ["x"] * 3
+
+
+def test_an_engine_that_is_killed_again_and_again_ends_where_one_does_that_is_not(tmp_path: Path) -> None:
+    names = ("exit-variables", "global-outputs", "memoize", "nested-failure", "parallelism-nested", "retry-details")
+    moments = random.Random(0)
+
+    def disturbed(name: str) -> Outcome:
+        engine = start(WORKFLOWS / f"{name}.yaml", tmp_path, name)
+        for _ in range(4):
+            time.sleep(moments.uniform(0.4, 1.0))
+            if engine.poll() is None and (tmp_path / "workflows" / name / "workflow.json").exists():
+                engine.kill()
+                engine.wait(10)
+                engine = start("--resume", tmp_path, name)
+        engine.wait(60)
+        return of_workflow(json.loads((tmp_path / "workflows" / name / "workflow.json").read_text()))
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        found = dict(zip(names, pool.map(disturbed, names), strict=True))
+    calm = run_side_by_side({name: WORKFLOWS / f"{name}.yaml" for name in names}, tmp_path / "calm")
+    assert {name: differences(calm[name], found[name]) for name in names} == dict.fromkeys(names, [])
 
 
 def test_a_workflow_is_run_by_one_engine_at_a_time(tmp_path: Path, outside: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -123,6 +124,7 @@ class Engine:
         self.display: Display = choose(options.display, self.runner.training_status)
         self.suspensions = Suspensions(self.state, self.operator, self.places, self.display)
         self.stopped_by = 0
+        self.stop_by = math.inf
 
     def _changed(self, node: Node) -> None:
         self.store.record(node)
@@ -289,7 +291,7 @@ class Engine:
         for node in self.runner.poll_progress():
             self._changed(node)
         self.suspensions.look()
-        if self.runner.stopping and not self.runner.running:
+        if self.runner.stopping and (not self.runner.running or time.monotonic() > self.stop_by):
             raise _Stopped
 
     def _is_stuck(self) -> bool:
@@ -309,6 +311,7 @@ class Engine:
             self.runner.stop(0.0)
             return
         self.stopped_by = number
+        self.stop_by = time.monotonic() + STOP_GRACE + 1.0
         self.runner.stop(STOP_GRACE)
         if not self.runner.running:
             raise _Stopped

@@ -106,6 +106,20 @@ def test_outputs_can_be_anywhere_and_leave_nothing_on_the_host(tmp_path: Path, p
     assert not Path(path).exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("mkfifo /tmp/o", "it is a pipe"),
+        ("mkdir /tmp/o", "is a directory"),
+        ("head -c 2000000 /dev/zero > /tmp/o", "larger than 1048576 bytes"),
+        ("ln -s /tmp/none /tmp/o", "no such file or directory"),
+    ],
+)
+def test_an_output_that_is_no_readable_file_is_an_error(tmp_path: Path, command: str, message: str) -> None:
+    found = run(write(tmp_path, PODS + pod(command, outputs=output("/tmp/o"))), tmp_path).node("")
+    assert (found["phase"], found["message"]) == ("Error", f"wait: Error (exit code 64): open /tmp/o: {message}")
+
+
 def test_the_environment_is_that_of_a_container(tmp_path: Path) -> None:
     env = "{name: A, value: one}, {name: B, value: $(A)-two}, {name: POD, valueFrom: {fieldRef: {fieldPath: metadata.name}}}"
     command = """echo "$A $B" '$(NONE)' $(A); echo $EXTRA; command -v python; echo $ARGO_CONTAINER_NAME; pwd"""

@@ -10,15 +10,16 @@ import heapq
 from typing import TYPE_CHECKING
 
 from workflows.local.dagorder import Order, verdict
+from workflows.local.dagscope import DagScope
+from workflows.local.dagwaits import Waits
 from workflows.local.execution import Blocked, DepthExceeded, Execution, Holder, TemplateError, TimedOut
 from workflows.local.language.exprlang import evaluate_bool
 from workflows.local.language.exprsyntax import ExpressionError
 from workflows.local.language.govaluate import WhenError, should_execute
 from workflows.local.language.tags import Substitution, TagError
 from workflows.local.loops import LoopError, expand
-from workflows.local.nodes import Node, Outputs
-from workflows.local.plan import Base, Call, Parameter
-from workflows.local.scopes import add_aggregate, add_node, template_outputs
+from workflows.local.nodes import Node
+from workflows.local.plan import Base, Call
 
 if TYPE_CHECKING:
     from workflows.local.operator import Operator
@@ -57,15 +58,14 @@ class DagBody:
         target = execution.substitute((self.template.raw.get("dag") or {}).get("target") or "", operator.state.globals)
         self.order = Order(self.template, target)
         self.targets = self.order.targets
-        self.waiting = {name: len(self.depends[name].names) for name in self.order.position}
-        """Task -> how many of its dependencies have not settled."""
-        self.settled: set[str] = set()
+        self.scope = DagScope(operator, execution, self.order)
+        self.waits = Waits(self.order, operator.nodes, self._task_node_name(""))
         self.queue: list[tuple[int, str]] = []
         self.queued: set[str] = set()
         self.blocked: set[str] = set()
         self.groups: dict[str, _Group] = {}
         for name in self.order.position:
-            if self.waiting[name] == 0 or self.op.nodes.get(self._task_node_name(name)) is not None:
+            if self.waits.count[name] == 0 or self.op.nodes.get(self._task_node_name(name)) is not None:
                 self._enqueue(name)
 
     @property
@@ -74,10 +74,11 @@ class DagBody:
         assert node is not None
         return node
 
-    def _enqueue(self, name: str) -> None:
-        if name not in self.queued:
-            self.queued.add(name)
-            heapq.heappush(self.queue, (self.order.position[name], name))
+    def _enqueue(self, *names: str) -> None:
+        for name in names:
+            if name not in self.queued:
+                self.queued.add(name)
+                heapq.heappush(self.queue, (self.order.position[name], name))
 
     def changed(self, key: str) -> None:
         task, _, item = key.partition("\0")
@@ -95,7 +96,7 @@ class DagBody:
         node = op.nodes.get(self.execution.name) or op.initialize(self.execution, "DAG", "Running")
         if node.phase == "Pending":
             op.mark(node, "Running")
-        for name in self.blocked:
+        for name in self.blocked | self.waits.owed:
             self._enqueue(name)
         self.blocked.clear()
         while self.queue:
@@ -108,7 +109,8 @@ class DagBody:
                 limit = op.state.spec.get("parallelism")
                 if limit is not None and op.nodes.active_pods[""] >= limit:
                     break
-        if self.blocked or self.queue:
+        self.waits.end_pass()
+        if self.blocked or self.queue or self.waits.owed:
             op.defer(self.execution)
         return self._assess(node)
 
@@ -117,6 +119,11 @@ class DagBody:
     def _visit_task(self, name: str) -> None:
         op, task = self.op, self.tasks[name]
         node = op.nodes.get(self._task_node_name(name))
+        if name in self.waits.owed:
+            self.waits.owed.discard(name)
+            if not self.waits.is_reached(name):
+                self._enqueue(*self.waits.settle(name))
+                return
         if node is not None and (node.fulfilled or node.phase == "Running"):
             try:
                 if not self._run_hooks(task, node):
@@ -125,9 +132,9 @@ class DagBody:
                 op.mark(node, "Error", str(error))
         if node is not None and node.fulfilled:
             if not node.completed or self._run_exit(task, node, name):
-                self._settle(name)
+                self._enqueue(*self.waits.settle(name))
             return
-        if node is None and self.waiting[name] > 0:
+        if node is None and self.waits.count[name] > 0:
             return
         if node is None and self.depends[name].logic and not self._may_run(name):
             return
@@ -199,7 +206,7 @@ class DagBody:
             self._skip(name, "Error", str(error))
             return
         try:
-            calls = expand(resolved, {**self.op.state.globals, **self._scope(name)})
+            calls = expand(resolved, {**self.op.state.globals, **self.scope.of(name)})
         except (TemplateError, LoopError, TagError) as error:
             self._skip(name, "Error", str(error))
             return
@@ -227,7 +234,7 @@ class DagBody:
         op = self.op
         raw = self.execution.substitute(task.raw, op.state.globals)
         hooks = {key: raw.pop(key) for key in ("hooks",) if key in raw}
-        substitution = Substitution({**op.state.globals, **self._scope(task.name)}, ("tasks", "steps"))
+        substitution = Substitution({**op.state.globals, **self.scope.of(task.name)}, ("tasks", "steps"))
         if raw.get("when"):
             when = substitution.apply(raw["when"])
             try:
@@ -247,7 +254,7 @@ class DagBody:
                 return
         node = self._run(name, call, node_name, name)
         if node is not None and node.fulfilled:
-            self._enqueue(name)
+            self._ended(name, bool(self.tasks[name].running_hooks) and not self._has_exit_hook(name))
 
     def _prepare_node(self, name: str, call: Call, group: Node | None) -> None:
         """Skip a task or an item whose ``when`` does not hold."""
@@ -322,9 +329,17 @@ class DagBody:
             if made is not None and made.unsuccessful:
                 phase = made.phase
         op.mark(node, phase)
-        self._enqueue(name)
+        self._ended(name, bool(self.tasks[name].hooks) or self._has_exit_hook(name))
 
     # --- hooks and scopes ----------------------------------------------------------------------------------------
+
+    def _has_exit_hook(self, name: str) -> bool:
+        return bool(self.tasks[name].raw.get("onExit")) or "exit" in self.tasks[name].hooks
+
+    def _ended(self, name: str, hooks_are_late: bool) -> None:
+        """A task ended while it was looked at: look at it again, or at what depends on it."""
+        late = hooks_are_late and name not in self.targets
+        self._enqueue(*(self.waits.end_late(name) if late else [name]))
 
     def _substituted(self, task: Call) -> Call:
         return Call(
@@ -337,7 +352,7 @@ class DagBody:
     def _run_hooks(self, task: Call, node: Node) -> bool:
         if not task.running_hooks:
             return True
-        scope = self._scope(task.name) | {f"tasks.{task.name}.status": node.phase}
+        scope = self.scope.of(task.name) | {f"tasks.{task.name}.status": node.phase}
         hooks = self._substituted(task).running_hooks
         return self.op.hooks.run_conditional(
             hooks, node, scope, self._inner, f"tasks.{task.name}", self.execution, task.name
@@ -346,51 +361,12 @@ class DagBody:
     def _run_exit(self, task: Call, node: Node, key: str) -> bool:
         if not (task.raw.get("onExit") or "exit" in task.hooks):
             return True
-        scope = self._scope(task.name) | {f"tasks.{task.name}.status": node.phase}
+        scope = self.scope.of(task.name) | {f"tasks.{task.name}.status": node.phase}
         hook = self._substituted(task).exit_hook(self.op.state.spec.get("arguments") or {})
         try:
             return self.op.hooks.run_exit(hook, node, scope, self._inner, f"tasks.{task.name}", self.execution, key)
         except TemplateError:
             return False
-
-    def _settle(self, name: str) -> None:
-        node = self.op.nodes.get(self._task_node_name(name))
-        assert node is not None
-        by_id = self.op.nodes.by_id
-        if name in self.settled or any(by_id[i].hooked and not by_id[i].fulfilled for i in node.children if i in by_id):
-            return
-        self.settled.add(name)
-        for dependent in self.order.dependents.get(name, ()):
-            self.waiting[dependent] -= 1
-            if self.waiting[dependent] == 0:
-                self._enqueue(dependent)
-
-    def _scope(self, name: str) -> dict[str, str]:
-        """What a task sees: the DAG's inputs, global outputs, and of its ancestors those that it mentions."""
-        scope = self.execution.scope_of_inputs()
-        scope |= {f"workflow.outputs.parameters.{o['name']}": o.get("value") or "" for o in self.op.state.outputs}
-        mentioned = self.order.mentioned(name)
-        if mentioned is not None and not mentioned:
-            return scope
-        for ancestor in self.order.ancestors(name):
-            if mentioned is None or ancestor in mentioned:
-                self._add_task(scope, ancestor)
-        return scope
-
-    def _add_task(self, scope: dict[str, str], name: str) -> None:
-        op, prefix = self.op, f"tasks.{name}"
-        node = op.nodes.get(self._task_node_name(name))
-        if node is None:
-            raise TemplateError(f"Ancestor task node {name} not found")
-        if node.type == "TaskGroup":
-            add_aggregate(scope, prefix, [op.nodes.by_id[child] for child in node.children])
-        add_node(scope, prefix, node, op.nodes)
-        if node.phase in ("Skipped", "Omitted") and node.outputs is None:
-            raw = op.plan.find(
-                self._inner, self.tasks[name].template, self.tasks[name].template_ref, self.tasks[name].inline
-            )
-            for output in ((raw or {}).get("outputs") or {}).get("parameters") or ():
-                scope[f"{prefix}.outputs.parameters.{output.get('name')}"] = ""
 
     # --- the whole -----------------------------------------------------------------------------------------------
 
@@ -404,7 +380,7 @@ class DagBody:
         if phase == "Running":
             return node
         if phase == "Succeeded":
-            self._set_outputs(node)
+            node.outputs = self.scope.outputs()
         node.outbound = []
         for name in self.targets:
             target = op.nodes.get(self._task_node_name(name))
@@ -414,23 +390,6 @@ class DagBody:
 
     def _continues(self, node_name: str, phase: str) -> bool:
         return self.tasks[node_name.removeprefix(f"{self.execution.name}.")].continues_on(phase)
-
-    def _set_outputs(self, node: Node) -> None:
-        op = self.op
-        scope: dict[str, str] = self.execution.scope_of_inputs()
-        for name in self.tasks:
-            task = op.nodes.get(self._task_node_name(name))
-            if task is None:
-                continue
-            if self.template.outputs:
-                if task.type == "TaskGroup":
-                    add_aggregate(scope, f"tasks.{name}", [op.nodes.by_id[child] for child in task.children])
-                add_node(scope, f"tasks.{name}", task, op.nodes)
-            op.state.add_outputs(task)
-        if self.template.outputs:
-            raw = self.execution.substitute(self.template.raw.get("outputs") or {}, op.state.globals)
-            wanted = tuple(Parameter.read(parameter) for parameter in raw.get("parameters") or ())
-            node.outputs = Outputs(template_outputs(self.template, wanted, scope))
 
 
 def _holder(call: Call) -> Holder:

@@ -20,13 +20,11 @@ def expand(call: Call, scope: Scope) -> list[Call]:
     if not call.expands:
         return [call]
     rest = {key: value for key, value in call.raw.items() if key not in ("withItems", "withParam", "withSequence")}
-    hooks = {key: rest.pop(key) for key in ("hooks",) if key in rest}
     skipped = _surely_skipped(call.when)
     expanded = []
     for index, item in enumerate(_items(call)):
         values = _item_scope(item)
         raw = Substitution({**scope, **values}, everything=not skipped).apply(rest)
-        raw |= Substitution(values).apply(hooks)
         raw |= {"name": _name(call.name, index, item)}
         if call.template:
             raw["template"] = call.template

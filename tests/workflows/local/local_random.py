@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 Raw = dict[str, Any]
-IMAGE = "busybox"
+IMAGE = "busybox:1"
 CODES = st.sampled_from(["0", "0", "0", "1", "2", "64"])
 NAMES = ["a", "b", "c", "d"]
 

@@ -13,7 +13,7 @@ from workflows.local.language.exprlang import evaluate, evaluate_bool
 from workflows.local.language.exprsyntax import ExpressionError
 from workflows.local.language.govaluate import WhenError, should_execute
 from workflows.local.language.tags import Substitution, TagError, environment
-from workflows.local.language.values import duration, duration_text, fnv32a, go_float, go_quote, to_json
+from workflows.local.language.values import any_string, duration, duration_text, fnv32a, go_float, go_quote, to_json
 from workflows.local.loops import LoopError, expand
 from workflows.local.plan import Call, depends_of
 
@@ -63,6 +63,7 @@ def test_an_expression_has_the_value_that_expr_lang_gives_it(text: str, value: o
     ("text", "words"),
     [
         ("1 +", "unexpected end"),
+        ("'a' | sprig.upper()", "unexpected token '.'"),
         ("unknown == 1", "unknown name unknown"),
         ("asInt('12.345') > 1", "int(12.345)"),
         ("'a' > 1", "invalid operation"),
@@ -172,6 +173,9 @@ def test_values_are_written_as_go_writes_them() -> None:
         == '{"a":"\\u003c\\u0026\\u003e","b":[1,2.5,true,null]}'
     )
     assert [go_float(x) for x in (5.0, 0.5, 1e21, 1e-7, 123456789.0)] == ["5", "0.5", "1e+21", "1e-07", "123456789"]
+    assert [any_string(x) for x in (1.0, 1000000, 0.1, 12345678901234567890, 1.5e-7, True)] == [
+        "1", "1000000", "0.1", "12345678901234567000", "0.00000015", "true",
+    ]  # fmt: skip
     assert go_quote('a"b\n\x01é') == '"a\\"b\\n\\x01é"'
     assert fnv32a("hello") == 0x4F9F2CAB
     assert [duration(text) for text in ("90", "1m30s", "1.5h", "250ms")] == [90.0, 90.0, 5400.0, 0.25]

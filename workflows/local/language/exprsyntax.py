@@ -223,10 +223,7 @@ class _Parser:
         return left
 
     def pipe(self, left: Node) -> Node:
-        name = Node("name", self.name())
-        node = name
-        while self.accept("."):
-            node = Node("member", False, (node, Node("constant", self.name())))
+        node = Node("name", self.name())
         self.expect("(")
         return self.postfix(self.call(node, left))
 

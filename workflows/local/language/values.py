@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 Json = Any
@@ -84,18 +85,17 @@ def number_text(value: int | float) -> str:
 
 
 def _plain(value: float) -> str:
+    """The shortest digits that mean ``value``, without an exponent."""
     text = repr(value)
-    if "e" in text:
-        text = f"{value:.17f}".rstrip("0") if abs(value) < 1 else f"{value:.0f}"
-    return text.removesuffix(".0")
+    return (format(Decimal(text), "f") if "e" in text else text).removesuffix(".0")
 
 
 def any_string(value: Json) -> str:
-    """The string that Argo's AnyString fields make of a YAML scalar: 1.0 is ``1``, true is ``true``."""
+    """The string that Argo's AnyString fields make of a YAML scalar: numbers are floats, so 1.0 is ``1``; true is ``true``."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        return _plain(value)
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) > 2**53):
+        return _plain(float(value))
     return str(value)
 
 

@@ -96,6 +96,7 @@ class Memoization:
         if memo is None or memo["hit"] or node.phase != "Succeeded" or node.type == "Retry":
             return
         now = timestamp(time.time())
-        outputs = node.outputs.write() if node.outputs is not None else None
+        # Argo 4.0 saves a copy of a steps template's node that has no outputs yet
+        outputs = node.outputs.write() if node.outputs is not None and node.type != "Steps" else None
         entry = {"nodeID": node.id, "outputs": outputs, "creationTimestamp": now, "lastHitTimestamp": now}
         self.caches.save(memo["cacheName"], memo["key"], entry)

@@ -42,17 +42,22 @@ class Cluster:
     def __init__(self) -> None:
         config.load_kube_config()
         self.api = client.CustomObjectsApi()
-        self.place = {"group": "argoproj.io", "version": "v1alpha1", "namespace": os.environ.get("ARGO_NAMESPACE", "argo")}
+        self.place = {
+            "group": "argoproj.io",
+            "version": "v1alpha1",
+            "namespace": os.environ.get("ARGO_NAMESPACE", "argo"),
+        }
 
     def ask(self, call: Callable[..., Any], **arguments: Any) -> Any:
-        for pause in (5, 20, 60, None):
+        for pause in (5, 20, 60):
             try:
                 return call(**arguments, _request_timeout=60)
             except (client.ApiException, HTTPError) as error:
-                if pause is None or (isinstance(error, client.ApiException) and error.status in (400, 404, 409, 422)):
+                if isinstance(error, client.ApiException) and error.status in (400, 404, 409, 422):
                     raise
                 print(f"{error}", file=sys.stderr, flush=True)
                 time.sleep(pause)
+        return call(**arguments, _request_timeout=60)
 
     def create(self, workflow: Raw) -> str:
         made = self.ask(self.api.create_namespaced_custom_object, **self.place, plural="workflows", body=workflow)
@@ -102,7 +107,11 @@ def generate(count: int, number: int) -> list[Raw]:
 def labelled(workflow: Raw, batch: str) -> Raw:
     """What is submitted for it. Finished pods are removed at once, to keep the cluster small."""
     metadata = {key: value for key, value in workflow["metadata"].items() if key != "name"}
-    metadata = {"generateName": "recorded-", **metadata, "labels": {**(metadata.get("labels") or {}), "recorded": batch}}
+    metadata = {
+        "generateName": "recorded-",
+        **metadata,
+        "labels": {**(metadata.get("labels") or {}), "recorded": batch},
+    }
     spec = {**workflow["spec"], "podGC": {"strategy": "OnPodCompletion", "deleteDelayDuration": "5s"}}
     return {**workflow, "metadata": metadata, "spec": spec}
 

@@ -62,8 +62,15 @@ def build(
         for p in (template.get("outputs") or {}).get("parameters") or ()
         if (p.get("valueFrom") or {}).get("path")
     ]
-    env = _environment(node, container, home, environment, namespaces=namespaces)
+    pod = _pod_name(node, template, places)
+    env = _environment(node, pod, container, home, environment, namespaces=namespaces)
     command = _command(container, template, home, env)
+    if template.get("script") is not None and container.get("source"):
+        # Argo hands the template to its executor in an environment variable, which Kubernetes expands
+        known = {"ARGO_POD_NAME": pod, "ARGO_WORKFLOW_NAME": places.state.name}
+        script = home / "script"
+        script.write_text(expand_variables(container["source"], known), encoding="utf-8")
+        script.chmod(0o755)
     directory = container.get("workingDir") or ("/tmp" if namespaces else str(home / "tmp"))
     if namespaces:
         view: dict[str, Any] | None = {
@@ -157,15 +164,20 @@ def _keep(home: Path, command: list[str], environment: Mapping[str, str]) -> lis
     return sorted(path for path in real if path.startswith("/tmp/") and Path(path).exists())
 
 
+def _pod_name(node: Node, template: Raw, places: Places) -> str:
+    workflow = places.state.name
+    return workflow if node.name == workflow else f"{workflow}-{template.get('name')}-{node.id.rpartition('-')[2]}"
+
+
 def _environment(
-    node: Node, container: Raw, home: Path, inherited: Mapping[str, str], *, namespaces: bool
+    node: Node, pod: str, container: Raw, home: Path, inherited: Mapping[str, str], *, namespaces: bool
 ) -> dict[str, str]:
     env = dict(inherited)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH") or os.defpath])
     env["TMPDIR"] = "/tmp" if namespaces else str(home / "tmp")
     own: dict[str, str] = {}
     for raw in container.get("env") or ():
-        value = _env_value(raw, node)
+        value = _env_value(raw, pod)
         if value is not None:
             own[str(raw.get("name"))] = expand_variables(value, own)
     env |= own
@@ -177,13 +189,13 @@ def _environment(
     }
 
 
-def _env_value(raw: Raw, node: Node) -> str | None:
+def _env_value(raw: Raw, pod: str) -> str | None:
     source = raw.get("valueFrom")
     if source is None:
         return str(raw.get("value") or "")
     field = (source.get("fieldRef") or {}).get("fieldPath")
     if field == "metadata.name":
-        return node.id
+        return pod
     if field is not None:
         raise TemplateError(f"env {raw.get('name')}: fieldPath '{field}' is not known here")
     return None  # optional secrets and configuration maps; others were refused when the workflow was read
@@ -210,10 +222,7 @@ def _command(container: Raw, template: Raw, home: Path, env: Mapping[str, str]) 
         expand_variables(word, own) for word in [*(container.get("command") or ()), *(container.get("args") or ())]
     ]
     if template.get("script") is not None and container.get("source"):
-        script = home / "script"
-        script.write_text(container["source"], encoding="utf-8")
-        script.chmod(0o755)
-        words.append(str(script))
+        words.append(str(home / "script"))
     if not words:
         raise TemplateError("there is no command; the entrypoint of an image is not known here")
     return words

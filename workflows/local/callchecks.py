@@ -37,7 +37,7 @@ class CallChecks(Checks):
                 own = scope | self._items(step, here) | self._inline_inputs(step)
                 if step.exit_hook({}) is not None or step.hooks:
                     own |= self._results(step, used, aggregate=False)
-                self.tags(step.raw, own, f"templates.{template.name}.steps", here)
+                self.tags(step.raw, own, f"{template.label}.steps", here)
                 scope |= self._results(step, used, aggregate=step.expands)
 
     def dag(self, base: Base, template: Template, scope: set[str], where: Where) -> None:
@@ -45,7 +45,7 @@ class CallChecks(Checks):
         tasks = (template.raw.get("dag") or {}).get("tasks") or ()
         here = (*where, "dag", "tasks")
         if not tasks:
-            raise Problem((*where, "dag"), f"templates.{template.name} must have at least one task")
+            raise Problem((*where, "dag"), f"{template.label} must have at least one task")
         self.names(tasks, here, FIELD_NAME)
         uses_depends = any(task.get("depends") for task in tasks)
         places = {task["name"]: (*here, index) for index, task in enumerate(tasks)}
@@ -120,7 +120,7 @@ class CallChecks(Checks):
                 own |= self._results(template.tasks[name], used[name], aggregate=template.tasks[name].expands) | {
                     f"tasks.{name}.status"
                 }
-        self.tags(task.raw, scope, f"templates.{template.name}.tasks.{task.name}", where, own)
+        self.tags(task.raw, scope, f"{template.label}.tasks.{task.name}", where, own)
         for parameter in parameters(task.arguments):
             if parameter.value is not None and parameter.value.startswith("{{tasks."):
                 name = parameter.value.split(".")[1].removesuffix("}}")
@@ -147,7 +147,7 @@ class CallChecks(Checks):
                     cycle = [*names[names.index(following) :], following]
                     raise Problem(
                         (*where, "dag", "tasks"),
-                        f"templates.{template.name}.tasks dependency cycle detected: {'->'.join(cycle)}",
+                        f"{template.label}.tasks dependency cycle detected: {'->'.join(cycle)}",
                     )
                 elif following not in state:
                     state[following] = 1
@@ -156,7 +156,7 @@ class CallChecks(Checks):
 
     def _target(self, template: Template, scope: set[str], where: Where) -> None:
         target = (template.raw.get("dag") or {}).get("target") or ""
-        self.tags(target, scope, f"templates.{template.name}.target", where)
+        self.tags(target, scope, f"{template.label}.target", where)
         for name in target.split(" ") if target else ():
             if not is_parameter(name) and name not in template.tasks:
                 raise Problem(where, f"target '{name}' is not defined")

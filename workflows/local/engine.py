@@ -171,7 +171,7 @@ class Engine:
         if not command and not (self.state.spec.get("templateDefaults") or {}).get(template.type):
             self._refuse(
                 (*place, "command"),
-                f"templates.{template.name} has no command, and the entrypoint of an image is not known here; give it one",
+                f"{template.label} has no command, and the entrypoint of an image is not known here; give it one",
             )
         self._check_command(template, command, place)
         self._check_environment(template, place)
@@ -194,7 +194,7 @@ class Engine:
             if "{{" not in path:
                 self._refuse(
                     place,
-                    f"templates.{template.name} needs {path} for itself, but this kernel refuses private mounts ({self.launcher.namespaces_refused}); map the claim to that very directory, or run where mounts are allowed",
+                    f"{template.label} needs {path} for itself, but this kernel refuses private mounts ({self.launcher.namespaces_refused}); map the claim to that very directory, or run where mounts are allowed",
                 )
 
     def _volume_named(self, template: Template, name: Any, where: Where) -> Raw:
@@ -202,7 +202,7 @@ class Engine:
             if volume.get("name") == name:
                 found: Raw = volume
                 return found
-        self._refuse((*where, "volumeMounts"), f"templates.{template.name}: there is no volume '{name}'")
+        self._refuse((*where, "volumeMounts"), f"{template.label}: there is no volume '{name}'")
         raise AssertionError
 
     def _check_command(self, template: Template, command: list[str], where: Where) -> None:
@@ -221,7 +221,7 @@ class Engine:
         if shutil.which(command[0], path=search) is None:
             self._refuse(
                 (*where, "command"),
-                f"templates.{template.name}: there is no command '{command[0]}' on this machine; install it, or run on a cluster",
+                f"{template.label}: there is no command '{command[0]}' on this machine; install it, or run on a cluster",
             )
 
     def _check_environment(self, template: Template, where: Where) -> None:
@@ -231,7 +231,7 @@ class Engine:
                 if source.get(kind) is not None and not source[kind].get("optional"):
                     self._refuse(
                         (*where, "env", index),
-                        f"templates.{template.name}: env {raw.get('name')} comes from a {kind}, which only a cluster has; make it optional, or run there",
+                        f"{template.label}: env {raw.get('name')} comes from a {kind}, which only a cluster has; make it optional, or run there",
                     )
 
     def _refuse(self, where: Where, message: str) -> None:

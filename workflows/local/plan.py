@@ -218,6 +218,11 @@ class Template:
     def name(self) -> str:
         return str(self.raw.get("name") or "")
 
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"templates.{self.name}" if self.name else "the inline template"
+
     @cached_property
     def type(self) -> TemplateType:
         return next((kind for kind in TYPES if self.raw.get(kind) is not None), "")

@@ -116,7 +116,7 @@ class Validation(CallChecks):
                 and (parameter.value_from or {}).get("supplied") is None
             )
             if supplied is not None and missing and parameter.name not in supplied:
-                raise Problem(where, f"templates.{template.name} inputs.parameters.{parameter.name} was not supplied")
+                raise Problem(where, f"{template.label} inputs.parameters.{parameter.name} was not supplied")
         return template
 
     def _template(self, base: Base, raw: Raw, where: Where, *, inline: bool = False) -> Template:
@@ -127,9 +127,9 @@ class Validation(CallChecks):
         self.done.add(key)
         kinds = [kind for kind in TYPES if raw.get(kind) is not None]
         if len(kinds) > 1:
-            raise Problem(where, f"templates.{template.name} has several types ({', '.join(kinds)}); choose one")
+            raise Problem(where, f"{template.label} has several types ({', '.join(kinds)}); choose one")
         if not kinds and not self._has_refused_type(raw):
-            raise Problem(where, f"templates.{template.name} has no type; give it one of {', '.join(TYPES)}")
+            raise Problem(where, f"{template.label} has no type; give it one of {', '.join(TYPES)}")
         self.names((raw.get("inputs") or {}).get("parameters") or (), (*where, "inputs", "parameters"), PARAMETER_NAME)
         self._timing(Template(raw), where)
         self.retry(raw.get("retryStrategy"), (*where, "retryStrategy"))
@@ -140,7 +140,7 @@ class Validation(CallChecks):
             self.dag(base, template, scope, where)
         else:
             self.tags(
-                {k: v for k, v in template.raw.items() if k != "metrics"}, scope, f"templates.{template.name}", where
+                {k: v for k, v in template.raw.items() if k != "metrics"}, scope, f"{template.label}", where
             )
             self._leaf(template, where)
         self._outputs(template, scope, where)
@@ -194,7 +194,7 @@ class Validation(CallChecks):
         raw = template.raw.get("outputs") or {}
         here = (*where, "outputs", "parameters")
         self.names(raw.get("parameters") or (), here, PARAMETER_NAME)
-        self.tags(raw, scope, f"templates.{template.name}.outputs", here)
+        self.tags(raw, scope, f"{template.label}.outputs", here)
         wanted = {
             "container": ("path",),
             "script": ("path",),

@@ -225,7 +225,8 @@ def record_files(cluster: Cluster, names: list[str], parallel: int, ledger: Ledg
         else:
             known.pop(file.stem, None)
             print(f"{file.stem}: it did not end")
-    path.write_text(json.dumps(dict(sorted(known.items())), indent=1, sort_keys=True) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(known[name], sort_keys=True)}" for name in sorted(known)]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> None:

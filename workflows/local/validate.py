@@ -139,9 +139,7 @@ class Validation(CallChecks):
         elif template.type == "dag":
             self.dag(base, template, scope, where)
         else:
-            self.tags(
-                {k: v for k, v in template.raw.items() if k != "metrics"}, scope, f"{template.label}", where
-            )
+            self.tags({k: v for k, v in template.raw.items() if k != "metrics"}, scope, f"{template.label}", where)
             self._leaf(template, where)
         self._outputs(template, scope, where)
         return template

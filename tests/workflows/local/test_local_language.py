@@ -52,6 +52,8 @@ SCOPE = {"lastRetry.exitCode": "2", "lastRetry.status": "Failed", "lastRetry.dur
         ("toJson({'b': 1, 'a': '<'})", '{"a":"\\u003c","b":1}'),
         ("sprig.upper('x') + sprig.ternary('y', 'n', true)", "Xy"),
         ("if n == '7' { 'seven' } else { 'other' }", "seven"),
+        ("sprig.date('2006-01-02', 0)", "1970-01-01"),
+        ("sprig.date('2006', '1970-01-01') == sprig.date('2006', sprig.now())", True),
         ("string(0.1 + 0.2)", "0.30000000000000004"),
     ],
 )
@@ -135,9 +137,10 @@ def test_tags_with_a_strict_prefix_must_resolve() -> None:
         with pytest.raises(TagError) as caught:
             substitution.apply(text)
         assert caught.value.missing
-    with pytest.raises(TagError) as caught:
-        substitution.apply("{{=asInt(tasks.a.status)}}")
-    assert not caught.value.missing
+    for text in ("{{=asInt(tasks.a.status)}}", "{{=first([])}}"):
+        with pytest.raises(TagError) as caught:
+            substitution.apply(text)
+        assert not caught.value.missing
 
 
 def test_expressions_wait_for_variables_that_come_later() -> None:

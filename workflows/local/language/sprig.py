@@ -134,9 +134,11 @@ _GO_DATE = (
 
 
 def _format_date(layout: str, when: Any) -> str:
+    """A whole number is seconds since the epoch; anything else means now."""
     for go, form in _GO_DATE:
         layout = layout.replace(go, form)
-    return time.strftime(layout, time.gmtime(_seconds(when)))
+    seconds = when if isinstance(when, int) and not isinstance(when, bool) else time.time()
+    return time.strftime(layout, time.gmtime(seconds))
 
 
 def _seconds(when: Any) -> float:

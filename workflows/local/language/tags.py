@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from workflows.local.language import jsonpath
-from workflows.local.language.exprbuiltins import to_float, to_int
+from workflows.local.language.exprbuiltins import BUILTINS, to_float, to_int
 from workflows.local.language.exprlang import check_names, paths, run
 from workflows.local.language.exprsyntax import ExpressionError, parse, token_texts
 from workflows.local.language.sprig import FUNCTIONS
@@ -120,7 +120,7 @@ class Substitution:
             tree = parse(text)
         except ExpressionError as error:
             raise TagError(f"failed to evaluate expression: {error}") from None
-        missing = [path for path in paths(tree) if not _has(self.environment, path)]
+        missing = [path for path in paths(tree) if not _has(self.environment, path) and path not in BUILTINS]
         for path in missing:
             if self.is_strict(path):
                 raise TagError(f"failed to evaluate expression: {path} is missing", missing=True)

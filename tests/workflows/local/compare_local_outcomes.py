@@ -26,7 +26,7 @@ Made by `python tests/workflows/local/compare_local_outcomes.py --argo DIRECTORY
 template, inputs, exit code, result and output parameters. Of nodes that timed out only the phase counts; of examples that
 toss a coin only that they end.
 
-The engine's own cost, on two cores with nothing else running (2026-11-30, one run, `test_local_scale.py`): a DAG of 1,000 `true` takes 7.6 s from
+The engine's own cost, on two cores beside an idle cluster (2026-11-30, one run, `test_local_scale.py`): a DAG of 1,000 `true` takes 7.6 s from
 the command to the end (9.6 s of CPU time, 49 MiB of memory at most, PSS of all processes; 1,000 `true` one after another: 1.3 s), one of
 5,000 takes 33.5 s (44.1 s, 103 MiB).
 

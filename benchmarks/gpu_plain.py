@@ -44,7 +44,7 @@ state = TrainingState(model, build_optimizer(model, build({"gpus_per_node": 1}))
 mark(f"{CYCLE}-build-{RANK}")
 path = FOLDER / f"state-{RANK}"
 if CYCLE:
-    for name, tensor in torch.load(path, map_location=device).items():
+    for name, tensor in torch.load(path, map_location="cpu", mmap=True).items():
         local(state.tensors()[name]).copy_(tensor)
 else:
     init_weights(model, 0)

@@ -100,7 +100,7 @@ def restarts(options: argparse.Namespace) -> list[dict[str, object]]:
         samples: list[dict[str, float]] = []
         ended = threading.Event()
         folder = options.root / "runs" / f"restarts-{kind}" / "events"
-        watcher = threading.Thread(target=watch, args=(folder, samples, ended))
+        watcher = threading.Thread(target=watch, args=(folder, options.gpus, samples, ended))
         watcher.start()
         try:
             run = gpu_runs.train(
@@ -127,7 +127,7 @@ def least(samples: list[dict[str, float]], name: str) -> str:
     return f"{min((s[name] for s in samples), default=0):.0f}"
 
 
-def watch(folder: Path, samples: list[dict[str, float]], ended: threading.Event) -> None:
+def watch(folder: Path, ranks: int, samples: list[dict[str, float]], ended: threading.Event) -> None:
     """Look twice a second at what the machine's processes hold."""
     import psutil
 
@@ -135,7 +135,7 @@ def watch(folder: Path, samples: list[dict[str, float]], ended: threading.Event)
     while not ended.wait(0.5):
         entries = sum(len(re.findall(rb'"event": "entry"', path.read_bytes())) for path in folder.glob("*-trainer-*.jsonl"))
         processes = me.children(recursive=True)
-        sample = {"restarts": max(0.0, entries / 2 - 1), "processes": float(len(processes)), "sockets": 0.0, "listening": 0.0, "descriptors": 0.0, "memory MiB": 0.0}
+        sample = {"restarts": max(0.0, entries / ranks - 1), "processes": float(len(processes)), "sockets": 0.0, "listening": 0.0, "descriptors": 0.0, "memory MiB": 0.0}
         for process in processes:
             try:
                 sample["descriptors"] += process.num_fds()

@@ -38,6 +38,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 NAME_DEADLINE_SECONDS = 300.0
 POLL_SECONDS = 0.1
+SIGNAL_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class Node:
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-node-")
         self._socket = str(Path(self._folder.name) / "fork")
         self._stop_at: float | None = None
+        self._decisive: Outcome | None = None
+        """The first outcome of a worker that no restart of workers can change."""
         self._server: subprocess.Popen[bytes] | None = None
         self._snapshots: socket.socket | None = None
 
@@ -186,16 +189,19 @@ class Node:
         target = nvrx.launcher_target(self._config)
         request(connection, "launcher", target, arguments, self._environment(), str(self._paths.run), [0, 1, 2])
         connection.settimeout(POLL_SECONDS)
-        answer, terminated = b"", 0.0
+        answer, terminated, signalled = b"", 0.0, 0.0
         while not answer.endswith(b"\n"):
             with contextlib.suppress(TimeoutError):
                 part = connection.recv(64)
                 if not part:
                     return -signal.SIGKILL
                 answer += part
-            if not terminated and self._must_end():
-                terminated = time.monotonic()
-                connection.sendall(bytes([signal.SIGTERM]))
+            now = time.monotonic()
+            if now - signalled > SIGNAL_SECONDS and self._must_end():
+                # Again, should it go on: a launcher that is just restarting its workers may swallow what the signal raises.
+                terminated, signalled = terminated or now, now
+                with contextlib.suppress(OSError):  # (it ended meanwhile)
+                    connection.sendall(bytes([signal.SIGTERM]))
             if terminated and time.monotonic() - terminated > 15:
                 return -signal.SIGKILL
         return int(answer)
@@ -236,7 +242,10 @@ class Node:
     def _must_end(self) -> bool:
         if self._stop_at is not None and time.monotonic() > self._stop_at:
             return True
-        return any(outcome.exit_code not in (ExitCode.DONE, 1) for outcome in self._outcomes())
+        for outcome in self._outcomes():
+            if outcome.exit_code not in (ExitCode.DONE, 1):
+                self._decisive = self._decisive or outcome
+        return self._decisive is not None
 
     def _outcomes(self) -> list[Outcome]:
         place = self._place
@@ -247,6 +256,8 @@ class Node:
     def _translate(self, code: int) -> int:
         """The contract's code of this node: its workers' own where they said one."""
         outcomes = self._outcomes()
+        if self._decisive is not None:  # (a worker started since then may have ended with another code)
+            outcomes.insert(0, self._decisive)
         for outcome in outcomes:
             if outcome.exit_code in FINAL_CODES:
                 print(f"error: rank {outcome.rank}: {outcome.message}", file=sys.stderr)

@@ -14,6 +14,7 @@ POD = "HOLDFAST_POD"
 NODE_PID = "HOLDFAST_NODE_PID"
 SPAWNED_AT = "HOLDFAST_SPAWNED_AT"
 FORK_SERVER = "HOLDFAST_FORK_SERVER"
+PREDECESSOR = "HOLDFAST_PREDECESSOR"
 PROGRESS_FILE = "ARGO_PROGRESS_FILE"
 STATUS_FILE = "HOLDFAST_STATUS_FILE"
 
@@ -114,6 +115,11 @@ def variable(name: str) -> str:
 def fork_server() -> str:
     """The socket of this node's fork server."""
     return os.environ[FORK_SERVER]
+
+
+def predecessor() -> int:
+    """The process that had this worker's GPU before, and may not have given it back yet; 0 if there was none."""
+    return int(os.environ.get(PREDECESSOR, "0"))
 
 
 def rewrite_for_cpu_wrapper() -> None:

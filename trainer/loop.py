@@ -37,7 +37,7 @@ from trainer.events import EventLog
 from trainer.paths import MANIFEST, RunPaths
 from trainer.progress import Ledger, newest_attempt
 from trainer.records import Outcome, RunRecord
-from trainer.recovery.base import Limits, Watch
+from trainer.recovery.base import Limits, Watch, await_end
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,8 @@ class Session:
         device = choose_device()
         control = self.meeting.join(env, device, iteration)
         self.events.emit("process_group_ready")
+        if not iteration:
+            await_end(environment.predecessor(), self.watch.limits.in_job)
         run = Iteration.build(self, control)
         self.events.emit("model_ready")
         run.resume()

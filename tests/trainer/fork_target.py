@@ -34,3 +34,9 @@ def show() -> int:
     """What a program sees of its surroundings."""
     print(Path.cwd(), os.environ["COLOUR"], sys.argv[1:], os.environ.get("FORK_TEST_SERVER", "none"), flush=True)
     return 0
+
+
+def predecessor() -> int:
+    """Who had its place before."""
+    print(os.environ["HOLDFAST_PREDECESSOR"], flush=True)
+    return 0

@@ -15,6 +15,8 @@ import psutil
 import pytest
 from tier_world import REPOSITORY, ForkServerProcess, wait_until
 
+from trainer.recovery.fork_server import ending
+
 STUB = REPOSITORY / "trainer" / "recovery" / "stub.py"
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -119,3 +121,28 @@ def test_without_a_server_the_stub_gives_up(tmp_path: Path) -> None:
             stub.wait(1)
         stub.terminate()
         assert stub.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("how", ["kill", "code 3", "code 0"])
+def test_a_process_that_is_ending_is_known_by_its_code(how: str) -> None:
+    """A zombie that nobody has waited for stands for one whose memory the kernel is still giving back."""
+    program = f"import sys; sys.stdin.read(); sys.exit({how.partition(' ')[2] or 0})"
+    with subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE) as child:
+        assert ending(child.pid) == 0
+        if how == "kill":
+            child.kill()
+        assert child.stdin is not None
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert ending(child.pid) == {"kill": -signal.SIGKILL, "code 3": 3, "code 0": 0}[how]
+    assert ending(child.pid) == 0
+
+
+def test_a_worker_is_told_whose_place_it_takes(start: Start, tmp_path: Path) -> None:
+    """Usually the one before is gone by then, which is nobody to wait for; never is it some other rank's."""
+    first = start("idle", str(tmp_path / "first"))
+    before = worker(tmp_path / "first")
+    before.kill()
+    assert first.wait(20) == -signal.SIGKILL
+    second = start("predecessor")
+    assert second.communicate(timeout=20)[0].strip() in ("0", str(before.pid))

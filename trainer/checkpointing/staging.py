@@ -27,7 +27,7 @@ from trainer.checkpointing.transfer import Copying, copy
 
 ALIGNMENT = 64
 BLOCK = 64 << 20
-CHECKSUM_THREADS = 8
+CHECKSUM_THREADS = 16
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-PIECE = 32 << 20
+PIECE = 8 << 20
+"""Bytes at a time: what all threads hold stays in a processor's cache on its way."""
 THREADS = 8
 
 Pair = tuple[Tensor, Tensor]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from trainer.config import RunConfig
@@ -160,6 +161,13 @@ class Watch:
                 # above takes over a dead process, not one that waits.
                 os.write(2, b"this process has outlived the limit of its phase, and ends itself\n")
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def await_end(pid: int, seconds: float) -> None:
+    """Return when the process has given back what it had (it is gone), or is not to be waited for any longer."""
+    deadline = time.monotonic() + seconds
+    while pid and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 class Recovery(Protocol):

@@ -12,6 +12,8 @@ starts with everything imported (facts: SIGKILL to first step 2.2 s with imports
    (``module:function``); its code goes to the client as one line when it ends.
 4. A client's bytes are signals for its child. When a client goes away, its child is killed; with a worker go the
    writers it asked for. When this process dies, the kernel kills its children.
+5. A worker that was killed, but has not ended, counts as ended: to give back its GPU and gigabytes of memory takes the
+   kernel a second, in which the launcher can do its part. Its successor is told whom to wait for.
 
 It records ``worker_exit`` and ``worker_stop``, so that the detection of a fault does not depend on any launcher.
 """
@@ -58,6 +60,7 @@ TRACED = ("trainer.model", "torch.nn.functional", "torch.nn.modules.linear")
 
 PR_SET_PDEATHSIG = 1
 READ_LIMIT = 1 << 24
+LOOK_SECONDS = 0.05
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -76,6 +79,8 @@ class Child:
     owner: int = 0
     """Of a writer: the worker it writes for."""
     stopping: set[int] = field(default_factory=set)
+    answered: bool = False
+    """Whether the client has been told how it ended."""
 
 
 class ForkServer:
@@ -97,18 +102,29 @@ class ForkServer:
         self._selector.register(self._listener, selectors.EVENT_READ, "listener")
         self._selector.register(self._wake_read, selectors.EVENT_READ, "signal")
         while not self._ended:
-            for key, _ in self._selector.select():
+            working = any(child.kind == "worker" and not child.answered for child in self._children.values())
+            for key, _ in self._selector.select(LOOK_SECONDS if working else None):
                 if key.data == "listener":
                     self._accept()
                 elif key.data == "signal":
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wake_read, 4096)
                     self._reap()
-                else:
+                elif not key.data.answered:
                     self._from_client(key.data)
+            self._look()
         for child in list(self._children.values()):
             self._kill(child)
         return 0
+
+    def _look(self) -> None:
+        """Answer for the workers that are ending by a signal. (One that ends with a code of its own has left an outcome,
+        which may decide that there is no restart: whoever reads it needs the time.)"""
+        for child in list(self._children.values()):
+            if child.kind == "worker" and not child.answered:
+                code = ending(child.pid)
+                if code < 0:
+                    self._answer(child, code)
 
     def _end(self, number: int, frame: object) -> None:
         self._ended = True
@@ -121,6 +137,10 @@ class ForkServer:
             connection.close()
             return
         environment = wanted["environment"]
+        local_rank = int(environment.get("LOCAL_RANK", "-1"))
+        if wanted["kind"] == "worker":
+            before = [c.pid for c in self._children.values() if c.kind == "worker" and c.local_rank == local_rank]
+            environment["HOLDFAST_PREDECESSOR"] = str(before[-1] if before else 0)
         sys.stdout.flush()
         sys.stderr.flush()
         server = os.getpid()
@@ -132,9 +152,7 @@ class ForkServer:
             self._become(wanted, descriptors, connection)
         for descriptor in descriptors:
             os.close(descriptor)
-        child = Child(
-            pid, wanted["kind"], connection, int(environment.get("LOCAL_RANK", "-1")), int(environment.get("HOLDFAST_OWNER", "0"))
-        )
+        child = Child(pid, wanted["kind"], connection, local_rank, int(environment.get("HOLDFAST_OWNER", "0")))
         self._children[pid] = child
         self._selector.register(connection, selectors.EVENT_READ, child)
 
@@ -208,17 +226,35 @@ class ForkServer:
             child = self._children.pop(pid, None)
             if child is None:
                 continue
-            code = os.waitstatus_to_exitcode(status)
-            if child.kind == "worker":
-                self._events.emit("worker_exit", local_rank=child.local_rank, exit_code=code)
-            for other in self._children.values():
-                if other.owner == pid:
-                    self._kill(other)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(child.connection)
-            with contextlib.suppress(OSError):
-                child.connection.sendall(f"{code}\n".encode())
-            child.connection.close()
+            if not child.answered:
+                self._answer(child, os.waitstatus_to_exitcode(status))
+
+    def _answer(self, child: Child, code: int) -> None:
+        """Tell the client how its child ended, and end what belonged to it."""
+        child.answered = True
+        if child.kind == "worker":
+            self._events.emit("worker_exit", local_rank=child.local_rank, exit_code=code)
+        for other in self._children.values():
+            if other.owner == child.pid:
+                self._kill(other)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(child.connection)
+        with contextlib.suppress(OSError):
+            child.connection.sendall(f"{code}\n".encode())
+        child.connection.close()
+
+
+def ending(pid: int) -> int:
+    """The exit code of a process that is ending, 0 of one that is not, or ends well.
+
+    Its first thread is a zombie as soon as it is killed; its parent is told only when its last thread is gone, and with it
+    the memory. The code is the last field of its stat.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else 0
 
 
 def call(module: str, function: str, descriptors: list[int]) -> int:

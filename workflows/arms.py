@@ -86,10 +86,16 @@ class Experiments(BaseModel):
         return build({key: _spelt(value) for key, value in settings.items()} | {"run_id": run_id})
 
     def order(self, repetitions: int = 1) -> tuple[tuple[str, int], ...]:
-        """(arm, repetition) one after another: all arms once, then the headline arms again in alternating order."""
+        """(arm, repetition) one after another: all arms once, then the headline arms again in alternating order.
+
+        With repetitions an arm that only repeats another one is left out: it would be in no pair.
+        """
         if repetitions > 1 and not self.headline:
             raise ConfigurationError("--repetitions: this table names no headline arms to repeat")
-        first = [(name, 1) for name in self.names]
+        names = list(self.names)
+        if repetitions > 1:
+            names = [name for at, name in enumerate(names) if self.values(name) not in map(self.values, names[:at])]
+        first = [(name, 1) for name in names]
         again = [
             (name, number)
             for number in range(2, repetitions + 1)

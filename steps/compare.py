@@ -80,6 +80,15 @@ def headline(found: Comparison) -> str:
             f"time into steps, {best.times_recipe:.2f} times as much as the published recipe ({recipe.run}, "
             f"{figures.percent(recipe.figures.effective_goodput)})."
         )
+        if found.noise is None:
+            words.append("No arm was run twice, so this is a point and no more.")
+        elif not differs(best.times_recipe, 1.0, found.noise):
+            words.append(f"An arm differs from itself by up to {figures.percent(found.noise)}, so that is no difference.")
     if found.worst_prediction is not None:
-        words.append(f"Predictions were at most {100 * found.worst_prediction:.1f} points off on the runs they were not fitted to.")
+        assert found.worst_at_own_pace is not None and found.pace_spread is not None
+        words.append(
+            f"On the runs they were not fitted to, predictions were at most {100 * found.worst_at_own_pace:.1f} points off at the run's "
+            f"own pace, {100 * found.worst_prediction:.1f} at the bare run's: the machine's pace differed by up to "
+            f"{figures.percent(found.pace_spread)} between the runs."
+        )
     return " ".join(words)

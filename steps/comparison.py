@@ -10,7 +10,7 @@ without the drain of the last save, and with replayed steps counted as training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import log
 from statistics import fmean, median
@@ -60,11 +60,12 @@ class Figures(Frozen):
 class Predicted(Frozen):
     """What the costs of other arms say of this one."""
 
-    effective_goodput: float
+    effective_goodput: float = Field(description="with the steps of the bare run")
+    at_own_pace: float = Field(description="the same with the arm's own steps: what is left is all but the machine's pace")
     wall_seconds: float
     breakdown_seconds: Breakdown
     commits: int
-    simulated_goodput: float = Field(description="the same by the simulation that plans for large clusters, struck at the same times")
+    simulated_goodput: float = Field(description="at its own pace, by the simulation that plans for large clusters, struck when it was")
     fitted: bool = Field(description="the costs were taken from this arm, so that it tests nothing")
 
 
@@ -132,6 +133,8 @@ class Comparison(Record):
     ratios: tuple[Ratio, ...] = ()
     costs: dict[str, Any] | None = Field(None, description="the costs of the parts, seconds, that predictions are made of")
     worst_prediction: float | None = Field(None, description="largest error, in goodput, on arms not used for fitting")
+    worst_at_own_pace: float | None = Field(None, description="the same for the prediction at the arm's own pace")
+    pace_spread: float | None = Field(None, description="slowest over fastest median step of the complete arms, less one")
     problems: tuple[str, ...] = ()
 
     def arm(self, run: str) -> Arm:
@@ -150,7 +153,7 @@ def compare(
     recipe = next((arm for arm in arms if is_recipe(arm) and _value(arm)), None)
     faulted = [arm for arm in arms if arm.table == "faults" and _value(arm)]
     repeated = _repeated(arms)
-    errors = [_error(arm) for arm in arms]
+    steps = [arm.figures.step_seconds for arm in arms if arm.figures and arm.bare_runs]
     return Comparison(
         name=name,
         created=created,
@@ -163,7 +166,9 @@ def compare(
         repeated=repeated,
         ratios=_ratios(repeated, recipe),
         costs=_as_dict(costs),
-        worst_prediction=max((error for error in errors if error is not None), default=None),
+        worst_prediction=_worst(arms, lambda predicted: predicted.effective_goodput),
+        worst_at_own_pace=_worst(arms, lambda predicted: predicted.at_own_pace),
+        pace_spread=spread(steps) if steps else None,
         problems=_problems(runs, arms),
     )
 
@@ -235,11 +240,12 @@ def _predicted(report: RunReport, bare: Sequence[RunReport], costs: Costs | None
     if costs is None or not bare:
         return None
     step = fmean(one.breakdown_seconds.productive / max(1, one.steps_completed) for one in bare)
-    own = replace(costs, step=step)
-    run = walk(report.config, own)
+    run = walk(report.config, replace(costs, step=step))
+    own = replace(costs, step=report.breakdown_seconds.productive / max(1, report.steps_completed))
     pace = report.config.max_steps * bare_step(bare)
     return Predicted(
         effective_goodput=pace / run.now,
+        at_own_pace=pace / walk(report.config, own).now,
         simulated_goodput=pace / simulated_wall(report, own),
         wall_seconds=run.now,
         breakdown_seconds=breakdown(run),
@@ -326,11 +332,14 @@ def differs(first: float, second: float, noise: float | None) -> bool:
     return noise is not None and abs(log(first / second)) > log(1 + noise)
 
 
-def _error(arm: Arm) -> float | None:
-    """By how much the prediction of an arm that it was not fitted to was wrong."""
-    if arm.predicted is None or arm.predicted.fitted or arm.figures is None or arm.figures.effective_goodput is None:
-        return None
-    return abs(arm.predicted.effective_goodput - arm.figures.effective_goodput)
+def _worst(arms: Sequence[Arm], predicted: Callable[[Predicted], float]) -> float | None:
+    """By how much the predictions were wrong at most, of the arms that they were not fitted to."""
+    errors = [
+        abs(predicted(arm.predicted) - _value(arm))
+        for arm in arms
+        if arm.predicted is not None and not arm.predicted.fitted and _value(arm)
+    ]
+    return max(errors, default=None)
 
 
 def _as_dict(costs: Costs | None) -> dict[str, Any] | None:

@@ -35,7 +35,8 @@ def goodput(arm: Arm) -> tuple[Bar, ...]:
 
 def efficiency_plot(comparison: Comparison, costs: Costs | None) -> Plot | None:
     """Effective goodput over the interval of checkpoints without faults: measured as dots, predicted as lines."""
-    arms = [arm for arm in comparison.arms if arm.table == "checkpoints" and arm.figures and arm.figures.effective_goodput]
+    arms = [arm for arm in comparison.arms if arm.table == "checkpoints" and arm.figures and arm.figures.effective_goodput
+            and arm.config and arm.config.checkpoint_mode != "off"]  # fmt: skip
     if not arms:
         return None
     longest = max(arm.config.checkpoint_interval_steps for arm in arms if arm.config) * 1.25

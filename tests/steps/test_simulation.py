@@ -76,7 +76,7 @@ class Ticking:
         self.work, self.snapshot, self.stalled, self.writing = resume, self.snapshot if usable else 0, 0, None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     interval=st.integers(10, 80),
     stall=st.integers(0, 9),
@@ -126,7 +126,7 @@ JOB = Job(
 )  # fmt: skip
 
 
-def simulated(cluster: Cluster, job: Job, interval: float, snapshot: float, *, days: float = 30, runs: int = 48) -> float:
+def simulated(cluster: Cluster, job: Job, interval: float, snapshot: float, *, days: float = 30, runs: int = 24) -> float:
     events = poisson_events(cluster.rates(), days * DAY, runs, seed=1)
     outcome, _ = simulate(policy(job, interval, snapshot), kinds(cluster, job), *events, days * DAY)
     return float(outcome.goodput.mean())
@@ -185,7 +185,7 @@ COSTS = Costs(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     mode=st.sampled_from(["sync", "async", "off"]),
     recovery=st.sampled_from(["none", "in-job", "combined"]),

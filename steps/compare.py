@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from steps import comparison_figures, figures, report
@@ -67,6 +67,11 @@ def render(kind: str, found: Comparison, runs: Sequence[Evidence]) -> str:
     )  # fmt: skip
 
 
+def between(values: Sequence[float], say: Callable[[float], str]) -> str:
+    """The range of what repetitions gave: never the best of them alone."""
+    return say(values[0]) if len(values) == 1 else f"{say(values[0])} to {say(values[-1])}"
+
+
 def headline(found: Comparison) -> str:
     """How it came out, in one or two sentences."""
     complete = sum(arm.complete for arm in found.arms)
@@ -75,9 +80,12 @@ def headline(found: Comparison) -> str:
         best, recipe = found.arm(found.best), found.arm(found.recipe)
         assert best.figures and recipe.figures and best.times_recipe
         faults = f"{best.figures.faults} faults" if best.figures.faults > 1 else "fault"
+        runs = next((group.runs for group in found.repeated if best.run in group.runs), (best.run,))
+        values = sorted(effective(found.arm(run)) or 0.0 for run in runs)
+        times = sorted(found.arm(run).times_recipe or 0.0 for run in runs)
         words.append(
-            f"Through the same {faults}, {best.run} turned {figures.percent(best.figures.effective_goodput)} of its "
-            f"time into steps, {best.times_recipe:.2f} times as much as the published recipe ({recipe.run}, "
+            f"Through the same {faults}, {' and '.join(runs)} turned {between(values, figures.percent)} of their time into steps, "
+            f"{between(times, '{:.2f}'.format)} times as much as the published recipe ({recipe.run}, "
             f"{figures.percent(recipe.figures.effective_goodput)})."
         )
         if found.noise is None:

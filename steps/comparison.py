@@ -65,7 +65,7 @@ class Predicted(Frozen):
     wall_seconds: float
     breakdown_seconds: Breakdown
     commits: int
-    simulated_goodput: float = Field(description="at its own pace, by the simulation that plans for large clusters, struck when it was")
+    simulated_goodput: float = Field(description="at its own pace, by the simulation that plans for large clusters")
     fitted: bool = Field(description="the costs were taken from this arm, so that it tests nothing")
 
 
@@ -246,7 +246,7 @@ def _predicted(report: RunReport, bare: Sequence[RunReport], costs: Costs | None
     return Predicted(
         effective_goodput=pace / run.now,
         at_own_pace=pace / walk(report.config, own).now,
-        simulated_goodput=pace / simulated_wall(report, own),
+        simulated_goodput=pace / simulated_wall(report.config, own),
         wall_seconds=run.now,
         breakdown_seconds=breakdown(run),
         commits=run.commits,

@@ -18,7 +18,7 @@ from statistics import fmean, median
 import numpy as np
 
 from steps.evidence import Evidence
-from steps.simulation import Kind, Policy, begin, duration, strike
+from steps.simulation import Kind, Policy, begin, duration, still_writing, strike
 from trainer.config import RunConfig
 from trainer.faults import PlannedFault, schedule
 from trainer.records import Breakdown, FaultReport, RunReport
@@ -146,10 +146,10 @@ def walk(config: RunConfig, costs: Costs) -> Walk:
     return run
 
 
-def simulated_wall(report: RunReport, costs: Costs) -> float:
-    """The wall time of a run by the simulation that plans for large clusters (``steps.simulation``), struck when the run
-    was: it knows times, not steps."""
-    config, last = report.config, 0.0
+def simulated_wall(config: RunConfig, costs: Costs) -> float:
+    """The wall time of a run by the simulation that plans for large clusters (``steps.simulation``), struck when it comes to
+    the steps of the faults."""
+    last = 0.0
     policy = Policy(
         interval=inf if config.checkpoint_mode == "off" else config.checkpoint_interval_steps * costs.step,
         stall=costs.save if config.checkpoint_mode == "sync" else costs.save_stall,
@@ -160,7 +160,6 @@ def simulated_wall(report: RunReport, costs: Costs) -> float:
     )
     if config.checkpoint_mode != "off":  # the last save is waited for
         last = costs.save if config.checkpoint_mode == "sync" else costs.save_stall + costs.write
-    struck = [fault for fault in report.faults if fault.injected]
     planned = sorted(schedule(config), key=lambda fault: fault.step) if config.fault_count else []
     kinds = [
         Kind(
@@ -168,13 +167,14 @@ def simulated_wall(report: RunReport, costs: Costs) -> float:
             costs.detection.get(fault.kind, 0.0) + costs.restart.get(recovering_layer(config.recovery, fault.kind, fault.variant), 0.0),
             keeps_snapshots=fault.kind != "node",
         )
-        for fault in planned[: len(struck)]
+        for fault in planned
     ]
     state = begin(1)
-    for number, fault in enumerate(struck[: len(kinds)]):
-        at = np.array([max(0.0, fault.elapsed - report.breakdown_seconds.startup)])
+    for number, fault in enumerate(planned):
+        at = state.at + duration(policy, state.work, (fault.step - 1 + INTO_STEP) * costs.step)
         strike(state, policy, at, np.array([number]), kinds)
-    rest = duration(policy, state.work, config.max_steps * costs.step)
+    target = config.max_steps * costs.step
+    rest = duration(policy, state.work, target) + still_writing(policy, state.work, target)
     return costs.startup + float(state.at[0] + rest[0]) + last
 
 

@@ -108,13 +108,25 @@ def progress(policy: Policy, work: Array, elapsed: Array) -> tuple[Array, Array,
     return np.where(elapsed <= first_at, work + elapsed / policy.pace, after), first, first_at
 
 
+def saves_before(policy: Policy, work: Array, target: float) -> tuple[Array, Array]:
+    """Training from ``work``: the number of saves before ``target``, and the work of the first."""
+    if policy.interval == inf:
+        return np.zeros_like(work), np.full_like(work, inf)
+    first = (np.floor(work / policy.interval + ROUNDING) + 1) * policy.interval
+    return np.maximum(np.ceil((target - first) / policy.effective_interval - ROUNDING), 0.0), first
+
+
 def duration(policy: Policy, work: Array, target: float) -> Array:
     """The time that training takes from ``work`` to ``target``, the saves before it included."""
-    saves = np.zeros_like(work)
-    if policy.interval != inf:
-        first = (np.floor(work / policy.interval + ROUNDING) + 1) * policy.interval
-        saves = np.maximum(np.ceil((target - first) / policy.effective_interval - ROUNDING), 0.0)
+    saves, _ = saves_before(policy, work, target)
     return (target - work) * policy.pace + saves * policy.stall
+
+
+def still_writing(policy: Policy, work: Array, target: float) -> Array:
+    """For how long the last save before ``target`` is still being written then."""
+    saves, first = saves_before(policy, work, target)
+    begun = np.where(saves > 0, first + (saves - 1) * (policy.effective_interval if policy.interval != inf else 0.0), -inf)
+    return np.maximum(policy.write - policy.stall - (target - begun) * policy.pace, 0.0)
 
 
 def begin(runs: int, start: float = 0.0) -> State:

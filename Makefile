@@ -29,7 +29,7 @@ demo: $(READY) ## train a tiny model through five real faults and report what th
 	$(RUN) local $(DEMO)
 
 test: $(READY) ## the tests, without those that need a cluster and without the long drills
-	$(PYTEST) -q -m "not cluster and not drill" -n 2 --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -q -m "not cluster and not drill" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY) ## style, types, import rules, and that templates/ is what compiles
 	$(VENV)/bin/ruff check .

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from steps import comparison_figures, figures, report
-from steps.comparison import Arm, Comparison, compare, differs
+from steps.comparison import Comparison, compare, differs
 from steps.evidence import Evidence, examine
 from steps.published import PUBLISHED
 from trainer import paths
@@ -31,7 +31,7 @@ def compare_runs(root: Path, name: str, words: Sequence[str], fitted: Sequence[s
     found = compare(name, runs, fitted, named, time.time())
     for run in runs:
         if run.report is not None:
-            own = run.report.model_copy(update={"effective_goodput": effective(found.arm(run.run_id))})
+            own = run.report.model_copy(update={"effective_goodput": found.arm(run.run_id).effective_goodput})
             report.write(own, run.paths, report.validation_of(run.paths))
     found.write(paths.comparison(root, name, "json"))
     for kind in ("md", "html"):
@@ -45,10 +45,6 @@ def split(word: str) -> tuple[str, str]:
     if key and key not in PUBLISHED:
         raise ConfigurationError(f"{word}: there is no published arm '{key}'; use one of {', '.join(PUBLISHED)}")
     return run, key
-
-
-def effective(arm: Arm) -> float | None:
-    return arm.figures.effective_goodput if arm.figures else None
 
 
 def render(kind: str, found: Comparison, runs: Sequence[Evidence]) -> str:
@@ -81,7 +77,7 @@ def headline(found: Comparison) -> str:
         assert best.figures and recipe.figures and best.times_recipe
         faults = f"{best.figures.faults} faults" if best.figures.faults > 1 else "fault"
         runs = next((group.runs for group in found.repeated if best.run in group.runs), (best.run,))
-        values = sorted(effective(found.arm(run)) or 0.0 for run in runs)
+        values = sorted(found.arm(run).effective_goodput or 0.0 for run in runs)
         times = sorted(found.arm(run).times_recipe or 0.0 for run in runs)
         words.append(
             f"Through the same {faults}, {' and '.join(runs)} turned {between(values, figures.percent)} of their time into steps, "

@@ -97,6 +97,10 @@ class Arm(Frozen):
     report: str = Field("", description="the run's own report")
     sources: tuple[Source, ...] = ()
 
+    @property
+    def effective_goodput(self) -> float | None:
+        return self.figures.effective_goodput if self.figures else None
+
 
 class Repeated(Frozen):
     """An arm that was run several times."""
@@ -283,7 +287,7 @@ def is_recipe(arm: Arm) -> bool:
 
 
 def _value(arm: Arm) -> float:
-    return (arm.figures.effective_goodput or 0.0) if arm.figures else 0.0
+    return arm.effective_goodput or 0.0
 
 
 def _against_recipe(arms: Sequence[Arm]) -> list[Arm]:

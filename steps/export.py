@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steps.runs import read_run
+from steps.runs import checkpoints_on_disk, read_run
 from steps.validate import Examination, Invalid, check_files, check_manifest, check_shapes, load
 from trainer.config import OneLineParser, add_flags, from_namespace
 from trainer.errors import ConfigurationError, DataError, ExitCode, exit_with
-from trainer.paths import CHECKPOINT_NAME, RunPaths
+from trainer.paths import RunPaths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,13 +84,12 @@ def export(paths: RunPaths, output: Path, step: int, dtype: str, file_bytes: int
 
 def choose(paths: RunPaths, step: int) -> int:
     """The step asked for, or the newest one that has a checkpoint."""
-    directory = paths.checkpoints
-    found = {int(m[1]) for path in directory.iterdir() if (m := CHECKPOINT_NAME.match(path.name))} if directory.is_dir() else set()
+    found = checkpoints_on_disk(paths)
     if not found:
-        raise ConfigurationError(f"--run-id: run {paths.run_id} has no checkpoint in {directory} yet")
+        raise ConfigurationError(f"--run-id: run {paths.run_id} has no checkpoint in {paths.checkpoints} yet")
     if step and step not in found:
-        raise ConfigurationError(f"--step: there is no checkpoint of step {step}; there are {', '.join(map(str, sorted(found)))}")
-    return step or max(found)
+        raise ConfigurationError(f"--step: there is no checkpoint of step {step}; there are {', '.join(map(str, found))}")
+    return step or found[-1]
 
 
 def write_weights(reader: Any, metadata: Metadata, directory: Path, dtype: str, file_bytes: int) -> None:

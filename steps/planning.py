@@ -11,7 +11,6 @@ how long a save takes to write. ``expected_goodput`` is the closed form to first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 
@@ -134,8 +133,3 @@ def expected_goodput(cluster: Cluster, job: Job, interval: float, snapshot_inter
             down += rate * job.load
             lost += rate * age
     return max(0.0, (1 - down) / slowdown - lost)
-
-
-def curve(cluster: Cluster, job: Job, intervals: Sequence[float], snapshot_interval: float) -> list[tuple[float, float]]:
-    """Expected goodput at each interval of the durable tier."""
-    return [(interval, expected_goodput(cluster, job, interval, snapshot_interval)) for interval in intervals]

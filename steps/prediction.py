@@ -204,8 +204,8 @@ def fit(runs: Sequence[Evidence]) -> Costs | None:
         write=_mean(writes or saves),
         load=_mean(_loads(faults)),
         snapshot_stall=_mean(snapshots),
-        restart=_by((f.recovered_by, f.recovery_seconds - _load(f)) for f in faults),
-        detection=_by((f.kind, f.detection_seconds) for f in faults),
+        restart=medians((f.recovered_by, f.recovery_seconds - load_seconds(f)) for f in faults),
+        detection=medians((f.kind, f.detection_seconds) for f in faults),
     )
 
 
@@ -227,19 +227,20 @@ def bare_of(config: RunConfig, reports: Iterable[RunReport]) -> list[RunReport]:
     ]
 
 
-def _load(fault: FaultReport) -> float:
+def load_seconds(fault: FaultReport) -> float:
+    """What a recovery spent on a load from the durable tier."""
     return fault.phases.get("load", 0.0) if fault.resumed_from == "durable" else 0.0
 
 
 def _loads(faults: Iterable[FaultReport]) -> list[float]:
-    return [_load(fault) for fault in faults if fault.resumed_from == "durable"]
+    return [load_seconds(fault) for fault in faults if fault.resumed_from == "durable"]
 
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else 0.0
 
 
-def _by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+def medians(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Name -> the median of its values."""
     found: dict[str, list[float]] = defaultdict(list)
     for name, value in pairs:

@@ -93,13 +93,18 @@ class Outcome:
     """Kind -> mean number of events."""
 
 
+def first_save(policy: Policy, work: Array) -> Array:
+    """The work at which training from ``work`` saves first: nothing is being written at a start."""
+    return (np.floor(work / policy.interval + ROUNDING) + 1) * policy.interval
+
+
 def progress(policy: Policy, work: Array, elapsed: Array) -> tuple[Array, Array, Array]:
     """After ``elapsed`` seconds of training from ``work``: the work done, the first save's work and its time."""
     if policy.interval == inf:
         nowhere = np.full_like(work, inf)
         return work + elapsed / policy.pace, nowhere, nowhere
     tau = policy.effective_interval
-    first = (np.floor(work / policy.interval + ROUNDING) + 1) * policy.interval  # nothing is being written at a start
+    first = first_save(policy, work)
     first_at = (first - work) * policy.pace
     beyond = np.maximum(elapsed - first_at, 0.0)
     cycles = np.floor(beyond / policy.cycle)
@@ -112,7 +117,7 @@ def saves_before(policy: Policy, work: Array, target: float) -> tuple[Array, Arr
     """Training from ``work``: the number of saves before ``target``, and the work of the first."""
     if policy.interval == inf:
         return np.zeros_like(work), np.full_like(work, inf)
-    first = (np.floor(work / policy.interval + ROUNDING) + 1) * policy.interval
+    first = first_save(policy, work)
     return np.maximum(np.ceil((target - first) / policy.effective_interval - ROUNDING), 0.0), first
 
 

@@ -76,7 +76,7 @@ def say(found: Comparison | None, root: Path, benchmark: str, display: str) -> N
     """The comparison in a line for each arm (one line of JSON, one line when quiet)."""
     page = str(paths.comparison(root, benchmark, "html"))
     if display == "json":
-        values = {arm.run: arm.figures.effective_goodput if arm.figures else None for arm in found.arms} if found else {}
+        values = {arm.run: arm.effective_goodput for arm in found.arms} if found else {}
         print(json.dumps({"summary": benchmark, "effective_goodput": values, "report": page}))
     elif found is None:
         print(f"benchmark '{benchmark}' has no comparison yet")

@@ -12,7 +12,6 @@ import time
 from dataclasses import asdict, dataclass
 from math import inf, sqrt
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from steps import planning
@@ -140,6 +139,7 @@ def job_of(args: argparse.Namespace) -> Job:
 
 def measured_costs(root: Path, run_id: str) -> dict[str, float]:
     """What a run measured of the costs; what did not happen in it is left out."""
+    from steps.prediction import load_seconds, medians
     from steps.report import assemble
     from trainer.paths import RunPaths
 
@@ -151,16 +151,16 @@ def measured_costs(root: Path, run_id: str) -> dict[str, float]:
     found |= {name: tier.mean_stall_seconds for name, tier in tiers.items() if tier.committed}
     if report.checkpoints.committed:
         found["save-seconds"] = report.checkpoints.mean_durable_seconds
-    measured: dict[str, list[float]] = {}
+    measured: list[tuple[str, float]] = []
     for fault in report.faults:
-        durable = fault.resumed_from == "durable"
-        load = fault.phases.get("load", 0.0) if durable else 0.0
-        pod = fault.recovered_by in ("pod", "workflow")
-        measured.setdefault("detection-seconds", []).append(fault.detection_seconds)
-        measured.setdefault(f"{'node' if pod else 'process'}-restart-seconds", []).append(fault.recovery_seconds - load)
-        if durable:
-            measured.setdefault("load-seconds", []).append(load)
-    return found | {name: median(values) for name, values in measured.items()}
+        load, pod = load_seconds(fault), fault.recovered_by in ("pod", "workflow")
+        measured += [
+            ("detection-seconds", fault.detection_seconds),
+            (f"{'node' if pod else 'process'}-restart-seconds", fault.recovery_seconds - load),
+        ]
+        if fault.resumed_from == "durable":
+            measured.append(("load-seconds", load))
+    return found | medians(measured)
 
 
 def plan(cluster: Cluster, job: Job, args: argparse.Namespace) -> Plan:
@@ -238,5 +238,3 @@ def _refuse_negative(values: dict[str, Any]) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise ConfigurationError(f"--{name} {value:g} is negative")
-
-

@@ -141,8 +141,7 @@ def in_job_arguments(limits: Limits) -> list[str]:
     if version() >= (0, 6):
         arguments += [
             "--ft-enable-nic-healthcheck=false",
-            # A worker's stub ends when the worker has been reaped, and its memory with it; a GPU that others use too is
-            # never empty.
+            # A worker waits for its predecessor itself (``await_end``), and a GPU that others use too is never empty.
             "--ft-gpu-memory-reclaim-timeout=0",
         ]
     return arguments

@@ -169,7 +169,7 @@ def strike(state: State, policy: Policy, at: Array, kind: npt.NDArray[np.int64],
     fault = real & (outage == 0)
 
     state.storage_back = np.where(storage, np.maximum(state.storage_back, when + outage), state.storage_back)
-    waits = storage & ~training & state.loading
+    waits = storage & (when < state.at) & state.loading
     rebased = np.where(training, when, state.at)
     state.at = np.where(storage, np.where(waits, np.maximum(state.at, state.storage_back + policy.load), rebased), state.at)
     state.work = np.where(storage & training, done, state.work)

@@ -182,6 +182,13 @@ class Cluster:
 
     # --- what a run has on the shared file system ---
 
+    def place_reader(self, machine: str = "") -> None:
+        """(Re)start the pod that reads the claim, on ``machine`` if one is named, and wait for it."""
+        command("kubectl", "delete", "pod", "-n", self.namespace, READER, "--ignore-not-found", seconds=120)
+        apply(reader_pod(self.image, machine), namespace=self.namespace)
+        words = ("kubectl", "wait", "-n", self.namespace, f"pod/{READER}", "--for=condition=Ready", "--timeout=300s")
+        command(*words, seconds=310)
+
     def read(self, program: str) -> str:
         """What a line of Python prints in a pod that mounts the claim."""
         return command(
@@ -246,13 +253,14 @@ def whole(report: RunReport, max_steps: int) -> None:
     assert report.validation.valid >= 1
 
 
-def reader_pod(image: str) -> dict[str, Any]:
-    """A pod that mounts the claim as the steps do, and waits."""
+def reader_pod(image: str, machine: str) -> dict[str, Any]:
+    """A pod that mounts the claim as the steps do, and waits; ``machine`` empty: wherever the scheduler puts it."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": READER},
         "spec": {
+            **({"nodeName": machine} if machine else {}),
             "serviceAccountName": cluster.SERVICE_ACCOUNT_TRAINING,
             "terminationGracePeriodSeconds": 0,
             "securityContext": cluster.pod_security(),

@@ -13,7 +13,7 @@ from typing import Any
 import cluster_support
 import pytest
 import yaml
-from cluster_support import PROJECT, READER, Cluster, apply, command, environment, reader_pod, until
+from cluster_support import PROJECT, READER, Cluster, apply, command, environment, until
 
 from steps import cluster as manifests
 from steps.kubernetes_api import ApiServer
@@ -65,18 +65,8 @@ def prepared(api: ApiServer) -> Iterator[Cluster]:
             )
         apply(*prerequisites("storage-hostpath.yaml", api.namespace, host_path), namespace=api.namespace)
     cluster = Cluster(api, image, environment("HOLDFAST_CLUSTER_KIT"))
-    apply(reader_pod(image), namespace=api.namespace)
     try:
-        command(
-            "kubectl",
-            "wait",
-            "-n",
-            api.namespace,
-            f"pod/{READER}",
-            "--for=condition=Ready",
-            "--timeout=300s",
-            seconds=310,
-        )
+        cluster.place_reader()
         yield cluster
     finally:
         command("kubectl", "delete", "pod", "-n", api.namespace, READER, "--wait=false", check=False)

@@ -181,6 +181,7 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
     machine = next((p["spec"]["nodeName"] for p in pods if p["spec"]["nodeName"] != supervisor), "")
     if not machine:
         pytest.skip("all pods are on the supervisor's machine")
+    cluster.place_reader(supervisor)  # on the frozen machine nothing can be run
     first = job_state.name(cluster.jobs(run_id)[0])
     with cluster.frozen(machine):
         until("a second attempt", 150, lambda: [j for j in cluster.jobs(run_id) if job_state.name(j) != first])

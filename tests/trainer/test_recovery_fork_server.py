@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,14 +23,14 @@ STUB = REPOSITORY / "trainer" / "recovery" / "stub.py"
 Start = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture
-def start(forks: ForkServerProcess) -> Iterator[Start]:
+@contextmanager
+def stubs(server: ForkServerProcess) -> Iterator[Start]:
     """Starts stubs as a launcher does; kills what a failed test leaves."""
-    forks.connect().close()  # it listens
+    server.connect().close()  # it listens
     started: list[subprocess.Popen[str]] = []
 
     def run(target: str, *argv: str, **options: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-S", "-E", str(STUB), forks.address, f"fork_target:{target}", *argv]
+        command = [sys.executable, "-S", "-E", str(STUB), server.address, f"fork_target:{target}", *argv]
         environment = {"PATH": os.environ["PATH"], "LOCAL_RANK": "3", "COLOUR": "green"}
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options
@@ -43,18 +44,39 @@ def start(forks: ForkServerProcess) -> Iterator[Start]:
         process.communicate()
 
 
+@pytest.fixture
+def start(forks: ForkServerProcess) -> Iterator[Start]:
+    """Starts stubs of the server that all tests share: no worker may end with a code of the contract here."""
+    with stubs(forks) as run:
+        yield run
+
+
+@pytest.fixture
+def start_alone(tmp_path: Path) -> Iterator[Start]:
+    """Starts stubs of a server of the test's own."""
+    server = ForkServerProcess.start(tmp_path)
+    try:
+        with stubs(server) as run:
+            yield run
+    finally:
+        server.stop()
+
+
 def worker(path: Path) -> psutil.Process:
     wait_until(lambda: path.exists() and bool(path.read_text()), "the worker has said its process id", 150)
     return psutil.Process(int(path.read_text()))
 
 
-@pytest.mark.parametrize(("how", "code"), [("0", 0), ("70", 70), ("raise", 70), ("exit", 1), ("kill", -signal.SIGKILL)])
-def test_the_stub_ends_as_the_worker_ended(start: Start, how: str, code: int) -> None:
+@pytest.mark.parametrize(("how", "code"), [("0", 0), ("3", 3), ("exit", 1), ("kill", -signal.SIGKILL)])
+def test_the_stub_ends_as_the_worker_ended(start: Start, tmp_path: Path, how: str, code: int) -> None:
+    """And the next worker is started, whatever it was."""
     stub = start("end", how)
     output, errors = stub.communicate(timeout=150)
     assert stub.returncode == code, errors
-    assert ("as told" in errors) == (how == "raise") and ("a message" in errors) == (how == "exit")
+    assert ("a message" in errors) == (how == "exit")
     assert output == ""
+    start("idle", str(tmp_path / "pid"))
+    assert worker(tmp_path / "pid").is_running()
 
 
 def test_the_worker_has_the_stubs_surroundings_and_nothing_of_the_servers(start: Start, tmp_path: Path) -> None:
@@ -146,3 +168,16 @@ def test_a_worker_is_told_whose_place_it_takes(start: Start, tmp_path: Path) -> 
     assert first.wait(20) == -signal.SIGKILL
     second = start("predecessor")
     assert second.communicate(timeout=20)[0].strip() in ("0", str(before.pid))
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 70), ("75", 75)])
+def test_where_no_restart_helps_no_worker_is_started(start_alone: Start, tmp_path: Path, how: str, code: int) -> None:
+    ended = start_alone("end", how)
+    _, errors = ended.communicate(timeout=150)
+    assert ended.returncode == code and ("as told" in errors) == (how == "raise")
+    held = start_alone("idle", str(tmp_path / "pid"))
+    with pytest.raises(subprocess.TimeoutExpired):
+        held.wait(1)
+    assert not (tmp_path / "pid").exists()
+    held.terminate()
+    assert held.wait(10) == -signal.SIGTERM

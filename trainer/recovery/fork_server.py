@@ -14,6 +14,8 @@ starts with everything imported (facts: SIGKILL to first step 2.2 s with imports
    writers it asked for. When this process dies, the kernel kills its children.
 5. A worker that was killed, but has not ended, counts as ended: to give back its GPU and gigabytes of memory takes the
    kernel a second, in which the launcher can do its part. Its successor is told whom to wait for.
+6. After a worker that ended with a code of the contract, no other is started: no restart can change it, and a launcher
+   that is restarting already may swallow the signal by which the node ends it. What it asks for waits for that end.
 
 It records ``worker_exit`` and ``worker_stop``, so that the detection of a fault does not depend on any launcher.
 """
@@ -31,12 +33,13 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.errors import PipelineError, code_of
+from trainer.errors import ExitCode, PipelineError, code_of
 from trainer.events import EventLog
 from trainer.paths import RunPaths
 
@@ -61,6 +64,7 @@ TRACED = ("trainer.model", "torch.nn.functional", "torch.nn.modules.linear")
 PR_SET_PDEATHSIG = 1
 READ_LIMIT = 1 << 24
 LOOK_SECONDS = 0.05
+HOLD_SECONDS = 30.0
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -92,6 +96,7 @@ class ForkServer:
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}
         self._ended = False
+        self._decisive = 0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> int:
@@ -141,6 +146,8 @@ class ForkServer:
         if wanted["kind"] == "worker":
             before = [c.pid for c in self._children.values() if c.kind == "worker" and c.local_rank == local_rank]
             environment["HOLDFAST_PREDECESSOR"] = str(before[-1] if before else 0)
+            if self._decisive:
+                wanted |= {"target": "trainer.recovery.fork_server:hold", "argv": [str(self._decisive)]}
         sys.stdout.flush()
         sys.stderr.flush()
         server = os.getpid()
@@ -234,6 +241,8 @@ class ForkServer:
         child.answered = True
         if child.kind == "worker":
             self._events.emit("worker_exit", local_rank=child.local_rank, exit_code=code)
+            if code in set(ExitCode) - {ExitCode.DONE}:
+                self._decisive = code
         for other in self._children.values():
             if other.owner == child.pid:
                 self._kill(other)
@@ -242,6 +251,12 @@ class ForkServer:
         with contextlib.suppress(OSError):
             child.connection.sendall(f"{code}\n".encode())
         child.connection.close()
+
+
+def hold() -> int:
+    """In place of a worker that no restart can help: wait for the end of the launcher, which takes this process along."""
+    time.sleep(HOLD_SECONDS)
+    return int(sys.argv[1])
 
 
 def ending(pid: int) -> int:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_benchmark_arguments(parser: argparse._ArgumentGroup) -> None:
     """What a benchmark is made of."""
-    parser.add_argument("--experiments", default="laptop", metavar="TABLE", help="a benchmark's experiments: laptop, p5 or a YAML file [laptop]")
+    parser.add_argument("--experiments", default="laptop", metavar="TABLE", help="a benchmark's experiments: headline, laptop, p5 or a YAML file [laptop]")
     parser.add_argument("--repetitions", type=int, default=1, metavar="N", help="runs of a benchmark's headline arms [1]")
 
 

@@ -140,7 +140,7 @@ def test_a_wrong_table_is_refused(tmp_path: Path, change: dict[str, Any], reason
 
 
 def test_a_table_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ConfigurationError, match="laptop, p5"):
+    with pytest.raises(ConfigurationError, match="headline, laptop, p5"):
         arms.load("other")
 
 

@@ -5,30 +5,30 @@ Saving: the state is copied into a staging buffer of our own, and written, hashe
 waited for, and the writer told. The save plan is made once per process group; after that a save needs no collective.
 Synchronous mode runs the same job in this process.
 
-Loading: only directories with their final name and a manifest of this run are looked at. Each rank checks the hashes
-of the files it reads, and loads without collectives, at whatever world size; then all ranks agree. A checkpoint that
-fails twice is moved to quarantine and the next older one is tried.
+Loading: only directories with their final name and a manifest of this run are looked at. The ranks share the checking
+of hashes (``loading``), and each reads its part, at whatever world size; they agree after every step. A checkpoint that fails
+twice is moved to quarantine and the next older one is tried.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpointing.base import Completed, TrainingState
+from trainer.checkpointing.loading import Reading, Refused, shares
 from trainer.checkpointing.staging import Layout, layout_of
 from trainer.checkpointing.storage import Storage
 from trainer.checkpointing.transfer import Copying
@@ -42,6 +42,8 @@ from trainer.progress import newest_attempt
 from trainer.records import CheckpointManifest, RunRecord
 from trainer.recovery.base import Watch
 from trainer.rendezvous import Control
+
+T = TypeVar("T")
 
 REASON = "refused.txt"
 """Left in a quarantined checkpoint: why it is there."""
@@ -174,10 +176,7 @@ class DurableTier:
     def load(self, step: int) -> bool:
         path = self._paths.checkpoint(step)
         for last_try in (False, True):
-            reason = self._load(path)
-            if reason:
-                self._events.emit("checkpoint_refused", path=str(path), reason=reason)
-            reasons = [r for r in self._control.gather(reason) if r]
+            reasons = self._load(path)
             if not reasons:
                 self._saved = self._committed = step
                 return True
@@ -191,33 +190,35 @@ class DurableTier:
                 self._control.all(True)
         return False
 
-    def _load(self, path: Path) -> str:
-        """Read this rank's parts into the live tensors; why it failed, or nothing."""
+    def _load(self, path: Path) -> list[str]:
+        """Plan, check, read, each on all ranks before the next; why it failed on any of them, or nothing."""
+        reading: Reading | None = None
+
+        def prepare() -> dict[str, int]:
+            nonlocal reading
+            reading = Reading.prepare(path, self._state.tensors(), self._storage)
+            return reading.wanted
+
+        wanted, reasons = self._everywhere(path, prepare)
+        if reasons:
+            return reasons
+        assert reading is not None
+        mine = shares(wanted)[self._control.rank]
+        return (
+            self._everywhere(path, lambda: reading.check(mine, self._storage))[1]
+            or self._everywhere(path, lambda: reading.read(mine, self._storage))[1]
+        )
+
+    def _everywhere(self, path: Path, act: Callable[[], T]) -> tuple[list[T], list[str]]:
+        """What ``act`` returned on every rank; or why it failed, on those where it did."""
+        value, reason = None, ""
         try:
-            tensors: dict[str, Any] = dict(self._state.tensors())
-            manifest = CheckpointManifest.read(path / MANIFEST)
-            reader = FileSystemReader(path)
-            planner = DefaultLoadPlanner()
-            metadata = reader.read_metadata()
-            planner.set_up_planner(tensors, metadata, is_coordinator=True)
-            reader.set_up_storage_reader(metadata, is_coordinator=True)
-            plan = reader.prepare_local_plan(planner.create_local_plan())
-            needed = {metadata.storage_data[item.storage_index].relative_path for item in plan.items} | {".metadata"}
-            for file in manifest.files:
-                if file.name in needed:
-                    self._storage.transfer(file.size)
-                    with (path / file.name).open("rb") as stream:
-                        found = hashlib.file_digest(stream, "sha256").hexdigest()
-                    if found != file.sha256:
-                        return f"{file.name} does not have the SHA-256 of its manifest"
-                    needed.discard(file.name)
-            if needed:
-                return f"{min(needed)} is not in its manifest"
-            plan = planner.create_global_plan([plan])[0]
-            reader.read_data(planner.finish_plan(plan), planner).wait()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"[:500]
-        return ""
+            value = act()
+        except Exception as error:  # torch's reader raises what it likes over a file that is not what it was
+            reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"[:500]
+            self._events.emit("checkpoint_refused", path=str(path), reason=reason)
+        answers = self._control.gather((value, reason))
+        return [value for value, _ in answers], [reason for _, reason in answers if reason]
 
     def _quarantine(self, path: Path, reason: str) -> None:
         self._paths.quarantine.mkdir(exist_ok=True)

@@ -41,24 +41,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="the runs of a benchmark, to be released with it")
     args = parser.parse_args(argv)
     config = from_namespace(args)
-    run = RunPaths(config.root.absolute(), config.run_id)
-    record = _record(run)
-    if record is not None:
-        config = record.config.model_copy(update={"launcher": config.launcher, "root": run.root})
-
+    root = config.root.absolute()
+    run = RunPaths(root, config.run_id)
     trouble: PipelineError | None = None
-    for one in (config, *(config.model_copy(update={"run_id": name}) for name in args.runs)):
+    for name in (config.run_id, *args.runs):
+        one = RunPaths(root, name)
+        record = _record(one) if one.record.exists() or one == run else None
+        known = config if record is None else record.config
         try:
-            end_nodes(one)
+            end_nodes(known.model_copy(update={"launcher": config.launcher, "root": root, "run_id": name}))
         except PipelineError as error:
             trouble = error
-    for arm in (RunPaths(run.root, name) for name in args.runs):
-        if arm.record.exists() and (found := _record(arm)) is not None:
-            remove_snapshots(arm, found.config)
-    if record is not None:
-        remove_snapshots(run, record.config)
-        if args.status != SUCCEEDED:
-            report_failed(run)
+        if record is not None:
+            remove_snapshots(one, record.config)
+            if one == run and args.status != SUCCEEDED:
+                report_failed(run)
     notify(environment.variable(WEBHOOK_VARIABLE).strip(), message(run, args))
     if trouble is not None:
         raise trouble

@@ -215,7 +215,7 @@ class Iteration:
         own_seconds = time.monotonic() - began
         # A GPU is busy until the norm is there: what the host has to do besides is done meanwhile.
         saving = self.tiers.busy(step)
-        self.ahead = self.batch(step + 1)
+        self.ahead = self.batch(step + 1) if step < config.max_steps else None
         injector.maybe_fire(step)
         norm = clip_gradients(model, config.gradient_clip)
         mine = float(loss)

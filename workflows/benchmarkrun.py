@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from steps.compare import headline
 from steps.comparison import Comparison
@@ -27,7 +25,7 @@ def main(args: argparse.Namespace, options: local.Options) -> int:
     """Run the arms that are not complete yet, then report; ends with 75 when one of them did not finish."""
     table = arms.load(args.experiments)
     given = {name: value for name, value in vars(args).items() if name in RunConfig.model_fields}
-    changes = localised(arms.shared_changes(table, given), options.root)
+    changes = localrun.localised(arms.shared_changes(table, given), options.root)
     benchmark = str(given.get("run_id", "benchmark"))
     configs = [table.config(name, changes) for name in table.names]
     localrun.check_writable(options.root)
@@ -42,16 +40,6 @@ def main(args: argparse.Namespace, options: local.Options) -> int:
     if result:
         return result
     return int(ExitCode.DONE if found is not None and all(arm.complete for arm in found.arms) else ExitCode.STOPPED)
-
-
-def localised(changes: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """What all arms share, with paths made absolute and a launcher of this machine unless one was chosen."""
-    found = dict(changes) | {"root": root}
-    found.setdefault("launcher", "local")
-    for name in ("snapshot_root", "tokenizer", "init_from"):
-        if found.get(name) not in (None, "", "byte"):
-            found[name] = str(Path(str(found[name])).absolute())
-    return found
 
 
 def run_table(

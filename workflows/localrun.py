@@ -11,10 +11,11 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from steps.runs import read_report
 from trainer import environment, paths
@@ -27,6 +28,8 @@ from workflows.parameters import arguments
 from workflows.summary import summary_line, summary_table
 
 PROJECT = Path(__file__).resolve().parent.parent
+PATHS = ("snapshot_root", "tokenizer", "init_from")
+"""Settings that are paths, if they are set (the tokenizer ``byte`` is none)."""
 LOCK_SECONDS = 10.0
 """A supervisor whose engine was killed is gone within five seconds: wait that long before refusing."""
 
@@ -76,14 +79,19 @@ def main(args: argparse.Namespace) -> int:
 
 
 def resolve(config: RunConfig, *, chosen: bool = False) -> RunConfig:
-    """``config`` with absolute paths, since steps run in directories of their own, and a launcher of this machine
-    unless one was ``chosen``."""
-    changes: dict[str, object] = {"root": config.root.absolute(), "snapshot_root": config.snapshot_root.absolute()}
-    if config.tokenizer != "byte":
-        changes["tokenizer"] = str(Path(config.tokenizer).absolute())
-    if config.init_from:
-        changes["init_from"] = str(Path(config.init_from).absolute())
-    return config.model_copy(update=changes | ({} if chosen else {"launcher": "local"}))
+    """``config`` as this machine runs it; its launcher was ``chosen``, or is this machine's."""
+    names = [*PATHS, "launcher"] if chosen else PATHS
+    return config.model_copy(update=localised({name: getattr(config, name) for name in names}, config.root))
+
+
+def localised(settings: Mapping[str, Any], root: Path) -> dict[str, Any]:
+    """``settings`` with absolute paths, since steps run in directories of their own, and a launcher of this machine
+    where they name none."""
+    found = {"launcher": "local"} | dict(settings) | {"root": root.absolute()}
+    for name in PATHS:
+        if found.get(name) not in (None, "", "byte"):
+            found[name] = type(found[name])(Path(found[name]).absolute())
+    return found
 
 
 def run_file(file: Path, parameters: dict[str, str], options: local.Options) -> int:

@@ -16,7 +16,7 @@ from trainer.config import RunConfig, build
 from trainer.errors import ConfigurationError
 from trainer.faults import schedule
 from trainer.paths import RunPaths
-from workflows import arms, benchmark, benchmarkrun, local
+from workflows import arms, benchmark, benchmarkrun, local, localrun
 from workflows.compiling import TEMPLATES, author, to_yaml
 from workflows.local import Options
 from workflows.submission import authored_benchmark
@@ -163,7 +163,7 @@ def test_a_local_benchmark_refuses_before_it_begins(tmp_path: Path) -> None:
 @pytest.mark.parametrize("table", arms.tables())
 def test_the_local_engine_takes_it(tmp_path: Path, table: str) -> None:
     experiments = arms.load(table)
-    changes = benchmarkrun.localised({}, tmp_path)
+    changes = localrun.localised({}, tmp_path)
     config = experiments.config("bare", changes)
     file = tmp_path / "workflow.yaml"
     file.write_text(to_yaml("benchmark", table=table))

@@ -335,6 +335,7 @@ def _container(launch: Launch, placement: Placement, profile: Profile) -> Manife
             "--node", "$(JOB_COMPLETION_INDEX)",
             "--rendezvous-host", rendezvous_host(config.run_id, launch.attempt),
             "--rendezvous-port", str(RENDEZVOUS_PORT),
+            "--shm-gib", str(placement.shm_gib or profile.shm_gib),
         ],
         "env": [{"name": name, "value": value} for name, value in sorted(environment(profile).items())],
         "ports": [{"name": "rendezvous", "containerPort": RENDEZVOUS_PORT}],

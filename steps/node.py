@@ -2,7 +2,8 @@
 
     python -m steps.node --run-directory DIR --attempt N [--node I] [--pod P] --rendezvous-host HOST
 
-1. Wait for the rendezvous host's name, with a deadline: a headless Service's names can take tens of seconds.
+1. In a pod: check this machine (``steps.check_node``), since one bad node costs all the others their time. Wait for the
+   rendezvous host's name, with a deadline: a headless Service's names can take tens of seconds.
 2. Start the fork server, which has the imports, and have it fork the launcher (ft_launcher or torchrun), which asks
    it for the workers.
 3. Forward: SIGTERM writes the attempt's stop file, so that all ranks save and stop at the end of a step; when the grace
@@ -50,6 +51,8 @@ class Place:
     pod: int
     host: str
     port: int
+    shm_gib: int = 0
+    """What /dev/shm has in a pod; 0: this is no pod, and there is nothing to check."""
 
 
 def parse(argv: list[str] | None) -> tuple[Path, Place]:
@@ -61,12 +64,14 @@ def parse(argv: list[str] | None) -> tuple[Path, Place]:
     parser.add_argument("--die-with-parent", action="store_true", help="SIGTERM this node when its parent dies")
     parser.add_argument("--rendezvous-host", default="localhost")
     parser.add_argument("--rendezvous-port", type=int, default=29500)
+    parser.add_argument("--shm-gib", type=int, default=0, help="check this node first; its /dev/shm has so much [no check]")
     options = parser.parse_args(argv)
     if options.die_with_parent:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     directory = options.run_directory.absolute()
     pod = options.pod if options.pod >= 0 else count_pod(directory, options.attempt, options.node)
-    return directory, Place(options.attempt, options.node, pod, options.rendezvous_host, options.rendezvous_port)
+    host, port = options.rendezvous_host, options.rendezvous_port
+    return directory, Place(options.attempt, options.node, pod, host, port, options.shm_gib)
 
 
 def count_pod(directory: Path, attempt: int, node: int) -> int:
@@ -123,6 +128,8 @@ class Node:
         signal.signal(signal.SIGTERM, self._asked_to_stop)
         signal.signal(signal.SIGINT, self._asked_to_stop)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if self._place.shm_gib and (code := self._check()):
+            return code
         wait_for_name(self._place.host, NAME_DEADLINE_SECONDS)
         self._events.emit(
             "launcher_start",
@@ -138,6 +145,19 @@ class Node:
         self._events.emit("launcher_end", exit_code=code)
         self._folder.cleanup()
         return code
+
+    def _check(self) -> int:
+        """Check this machine in a process of its own, which may take GPUs; returns the contract's code for it."""
+        config = self._config
+        arguments = ["--root", str(config.root), "--profile", config.profile, "--shm-gib", str(self._place.shm_gib)]
+        process = subprocess.Popen([sys.executable, "-m", "steps.check_node", *arguments])
+        while process.poll() is None:
+            if self._stop_at is not None:
+                process.kill()
+                process.wait()
+                return int(ExitCode.STOPPED)
+            time.sleep(POLL_SECONDS)
+        return normalise(process.returncode) if process.returncode else int(ExitCode.DONE)
 
     def _environment(self) -> dict[str, str]:
         place = self._place

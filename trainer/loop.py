@@ -19,11 +19,11 @@ this rank only after that, so a survivor of an abort can never complete a step t
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -160,6 +160,7 @@ class Iteration:
 
     def resume(self) -> None:
         """The newest step that every rank can load, or the initial weights."""
+        from trainer.checkpointing.base import local
         from trainer.model import Transformer, init_weights
         from trainer.pretrained import load_hugging_face
 
@@ -168,6 +169,8 @@ class Iteration:
         self.start, tier = self.tiers.resume()
         if self.start == 0:
             assert isinstance(self.state.model, Transformer)
+            for tensor in self.state.tensors().values():  # a load that failed on one rank has left its values on another
+                local(tensor).zero_()
             init_weights(self.state.model, config.seed)
             if config.init_from:
                 load_hugging_face(self.state.model, Path(config.init_from))
@@ -245,7 +248,7 @@ class Iteration:
         self._note(step, total / control.world_size, time.monotonic() - began)
         if not bad:
             self.tiers.after_step(completed)
-        if completed.stopping and not completed.last:
+        if completed.stopping and not completed.last and not bad:  # (else at the next step that can be saved)
             events.emit("stop_requested", reason="stop file")
             raise StoppedError(f"stopped after step {step} as asked; a new attempt resumes there")
 
@@ -323,12 +326,16 @@ def main() -> int:
     env = environment.read()
     run = env.run_directory
     paths = RunPaths(run.parent.parent, run.name)
-    events = EventLog(
-        paths.events, run.name, "trainer",
-        attempt=env.attempt, node=env.node, pod=env.pod, cycle=env.cycle, rank=env.rank, world_size=env.world_size,
-    )  # fmt: skip
-    events.emit("process_start", spawned_at=env.spawned_at)
-    divert_output(paths, env)
+    try:
+        events = EventLog(
+            paths.events, run.name, "trainer",
+            attempt=env.attempt, node=env.node, pod=env.pod, cycle=env.cycle, rank=env.rank, world_size=env.world_size,
+        )  # fmt: skip
+        events.emit("process_start", spawned_at=env.spawned_at)
+        divert_output(paths, env)
+    except OSError as error:  # of the storage, and perhaps not for long
+        print(f"rank {env.rank} could not begin: {error}", file=sys.stderr)
+        return 1
     sessions: list[Session] = []
 
     def leave(error: BaseException) -> NoReturn:
@@ -374,10 +381,12 @@ def record_outcome(
             traceback.print_exception(error)
         if code not in set(ExitCode):
             code = 1
-    with contextlib.suppress(OSError):  # (a full disk: the process's own code then says as much as it can)
+    try:
         Outcome(exit_code=code, message=message, step=last, rank=env.rank).write(
             paths.outcome(env.attempt, env.node, env.pod, env.rank)
         )
+    except OSError:  # (a full disk) What nobody can read decides nothing.
+        return 1 if code else 0
     return code
 
 

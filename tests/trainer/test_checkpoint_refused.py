@@ -130,6 +130,30 @@ def test_when_all_are_damaged_the_run_ends_naming_each(whole: tuple[Run, str], t
     assert run.committed() == []
 
 
+def test_what_is_no_fault_of_a_checkpoint_leaves_it_where_it_is(whole: tuple[Run, str], tmp_path: Path) -> None:
+    """A rank whose descriptors have run out cannot read, and says so after some patience; the next one can."""
+    run = copy_of(whole[0], tmp_path)
+    with run.world(1) as world:
+        with pytest.raises(RankError, match="the file system does not give") as raised:
+            world.all("load_without_descriptors", step=10)
+        assert raised.value.code == 69
+    assert not run.paths.quarantine.exists() and run.committed() == [5, 10]
+    with run.world(1) as world:
+        assert world.one("resume") == [10, "durable"]
+
+
+def test_one_that_cannot_be_moved_away_is_replaced_by_the_next_save(whole: tuple[Run, str], tmp_path: Path) -> None:
+    """There is no room for a quarantine: a file is in its place."""
+    run = copy_of(whole[0], tmp_path)
+    flip_a_bit(run.paths.checkpoint(10))
+    run.paths.quarantine.write_text("in the way")
+    with run.world(2) as world:
+        assert world.one("resume") == [5, "durable"]
+        world.all("train", first=6, last=10)
+    with run.world(2, cycle=1) as world:
+        assert world.one("resume") == [10, "durable"]
+
+
 def test_names_that_are_nothing_of_ours_are_left_alone(whole: tuple[Run, str], tmp_path: Path) -> None:
     run = copy_of(whole[0], tmp_path)
     for name in ("step-99", "step-00000020.bak", "notes"):

@@ -67,13 +67,13 @@ def worker(path: Path) -> psutil.Process:
     return psutil.Process(int(path.read_text()))
 
 
-@pytest.mark.parametrize(("how", "code"), [("0", 0), ("3", 3), ("exit", 1), ("kill", -signal.SIGKILL)])
+@pytest.mark.parametrize(("how", "code"), [("0", 0), ("3", 3), ("raise", 1), ("exit", 1), ("kill", -signal.SIGKILL)])
 def test_the_stub_ends_as_the_worker_ended(start: Start, tmp_path: Path, how: str, code: int) -> None:
     """And the next worker is started, whatever it was."""
     stub = start("end", how)
     output, errors = stub.communicate(timeout=150)
     assert stub.returncode == code, errors
-    assert ("a message" in errors) == (how == "exit")
+    assert ("as told" in errors) == (how == "raise") and ("a message" in errors) == (how == "exit")
     assert output == ""
     start("idle", str(tmp_path / "pid"))
     assert worker(tmp_path / "pid").is_running()
@@ -170,11 +170,9 @@ def test_a_worker_is_told_whose_place_it_takes(start: Start, tmp_path: Path) -> 
     assert second.communicate(timeout=20)[0].strip() in ("0", str(before.pid))
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise", 70), ("75", 75)])
-def test_where_no_restart_helps_no_worker_is_started(start_alone: Start, tmp_path: Path, how: str, code: int) -> None:
-    ended = start_alone("end", how)
-    _, errors = ended.communicate(timeout=150)
-    assert ended.returncode == code and ("as told" in errors) == (how == "raise")
+@pytest.mark.parametrize("code", ["70", "75"])
+def test_where_no_restart_helps_no_worker_is_started(start_alone: Start, tmp_path: Path, code: str) -> None:
+    assert start_alone("end", code).wait(150) == int(code)
     held = start_alone("idle", str(tmp_path / "pid"))
     with pytest.raises(subprocess.TimeoutExpired):
         held.wait(1)

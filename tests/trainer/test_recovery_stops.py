@@ -35,6 +35,26 @@ def test_steps_that_are_not_finite_are_never_committed(trainer: Trainer, tmp_pat
     assert len(training.events("process_start")) == 2, "no restart can help"
 
 
+def test_a_start_anew_keeps_nothing_of_a_snapshot_that_one_rank_could_not_read(
+    trainer: Trainer, clean: Training, tmp_path: Path
+) -> None:
+    """Rank 0 has its moments back from memory by the time that rank 1 finds its own damaged."""
+    values = {"checkpoint_mode": "off", "recovery": "in-job"}
+    first = trainer.start(tmp_path, **values)
+    first.until(lambda: first.step() >= 4, "four steps are done")
+    first.process.terminate()
+    assert first.wait(40) == 75, first.describe()
+    damaged = list(first.paths.snapshots(tmp_path / "memory", 0).glob("rank-1-*"))
+    assert len(damaged) == 2
+    for path in damaged:
+        with path.open("r+b") as file:
+            file.seek(8192)
+            file.write(b"\x01" * 64)
+    second = trainer.run(tmp_path, **values)
+    assert {event.data["step"] for event in second.events("loaded") if event.attempt == 2} == {0}
+    assert second.last() == clean.last()
+
+
 def test_a_fault_that_comes_again_for_ever_ends_the_run(trainer: Trainer, tmp_path: Path) -> None:
     strike_for_ever(trainer, tmp_path, "in-process", "exception", "iteration")
 

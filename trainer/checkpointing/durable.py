@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer.checkpointing.base import Completed, TrainingState
-from trainer.checkpointing.loading import Reading, Refused, shares
+from trainer.checkpointing.loading import MISSING, Reading, Refused, patiently, shares
 from trainer.checkpointing.staging import Layout, layout_of
 from trainer.checkpointing.storage import Storage
 from trainer.checkpointing.transfer import Copying
@@ -78,6 +78,8 @@ class DurableTier:
         self._saved = -1
         self._committed = -1
         self._saves = 0
+        self._replace: set[str] = set()
+        """Names of checkpoints that were refused: a new one of that name takes their place."""
         self.refused: list[str] = []
 
     # -- resuming
@@ -131,8 +133,9 @@ class DurableTier:
                 self._quarantine(path, reason)
             elif not reason:
                 steps.append(int(match[1]))
-        if not steps and not refused:
-            refused = self._quarantined()
+        if not steps:
+            named = {reason.partition(":")[0] for reason in refused}
+            refused += [reason for reason in self._quarantined() if reason.partition(":")[0] not in named]
         return steps, refused
 
     def _quarantined(self) -> list[str]:
@@ -151,10 +154,10 @@ class DurableTier:
     def _wrong(self, path: Path) -> str:
         """Why the manifest of ``path`` is not one to load, or nothing. Cheap: sizes, not hashes."""
         try:
-            manifest = CheckpointManifest.read(path / MANIFEST)
-        except FileNotFoundError:
+            manifest = patiently(lambda: CheckpointManifest.read(path / MANIFEST))
+        except MISSING:
             return "it has no manifest"
-        except (OSError, DataError) as error:
+        except DataError as error:
             return str(error)
         if manifest.run_id != self._config.run_id:
             return f"it belongs to run {manifest.run_id}"
@@ -166,8 +169,8 @@ class DurableTier:
             if Path(file.name).is_absolute() or ".." in Path(file.name).parts:
                 return f"its manifest names a foreign path {file.name}"
             try:
-                size = (path / file.name).stat().st_size
-            except OSError:
+                size = patiently((path / file.name).stat).st_size
+            except MISSING:
                 return f"{file.name} is missing"
             if size != file.size:
                 return f"{file.name} has {size} bytes, its manifest says {file.size}"
@@ -176,6 +179,7 @@ class DurableTier:
     def load(self, step: int) -> bool:
         path = self._paths.checkpoint(step)
         for last_try in (False, True):
+            self._watch.enter(self._watch.limits.startup)
             reasons = self._load(path)
             if not reasons:
                 self._saved = self._committed = step
@@ -191,7 +195,10 @@ class DurableTier:
         return False
 
     def _load(self, path: Path) -> list[str]:
-        """Plan, check, read, each on all ranks before the next; why it failed on any of them, or nothing."""
+        """Plan, check, read, each on all ranks before the next; what is wrong with the checkpoint, or nothing.
+
+        A fault of a rank (its GPU, its way to the storage) is no fault of a checkpoint: it is raised.
+        """
         reading: Reading | None = None
 
         def prepare() -> dict[str, int]:
@@ -210,20 +217,22 @@ class DurableTier:
         )
 
     def _everywhere(self, path: Path, act: Callable[[], T]) -> tuple[list[T], list[str]]:
-        """What ``act`` returned on every rank; or why it failed, on those where it did."""
+        """What ``act`` returned on every rank; or what was wrong with the checkpoint, on those where it found something."""
         value, reason = None, ""
         try:
             value = act()
-        except Exception as error:  # torch's reader raises what it likes over a file that is not what it was
-            reason = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"[:500]
+        except Refused as error:
+            reason = str(error)
             self._events.emit("checkpoint_refused", path=str(path), reason=reason)
         answers = self._control.gather((value, reason))
         return [value for value, _ in answers], [reason for _, reason in answers if reason]
 
     def _quarantine(self, path: Path, reason: str) -> None:
-        self._paths.quarantine.mkdir(exist_ok=True)
+        """Move a checkpoint out of the way. Where that cannot be (a full disk), the save of that step will replace it."""
+        self._replace.add(path.name)
         target = self._paths.quarantine / f"{path.name}-{time.time_ns()}"
         with contextlib.suppress(OSError):
+            self._paths.quarantine.mkdir(exist_ok=True)
             path.rename(target)
             self._events.emit("quarantined", path=str(target), reason=reason)
             (target / REASON).write_text(reason + "\n")
@@ -370,7 +379,8 @@ class DurableTier:
                 files=(),
                 created=time.time(),
             )
-            commit = Commit(metadata, manifest, self._paths, self._config.keep_checkpoints)
+            replace = self._paths.checkpoint(step).name in self._replace
+            commit = Commit(metadata, manifest, self._paths, self._config.keep_checkpoints, replace)
         job = Job(
             directory=self._paths.checkpoints / f".tmp-{step:08d}-{nonce}-{self._saves}",
             rank=self._control.rank,

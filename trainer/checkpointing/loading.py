@@ -8,11 +8,12 @@ each of N ranks read the whole checkpoint.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -20,14 +21,41 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from trainer.checkpointing.storage import Storage
+from trainer.errors import UnavailableError
 from trainer.paths import MANIFEST
 from trainer.records import CheckpointManifest, FileRecord
 
 METADATA = ".metadata"
 
 
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+PATIENCE_SECONDS = 20.0
+"""A client that the file system has thrown out is back within seconds."""
+
+T = TypeVar("T")
+
+
 class Refused(Exception):
     """The checkpoint cannot be loaded; the reason is its text."""
+
+
+def patiently(act: Callable[[], T], seconds: float = PATIENCE_SECONDS) -> T:
+    """``act()``, asked again for ``seconds`` while the file system does not do its part. Raises ``UnavailableError`` then.
+
+    That a file is not there is an answer, and raised at once.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return act()
+        except MISSING:
+            raise
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"the file system does not give {error.filename or 'a checkpoint'} ({error.strerror}); is the mount in order?"
+                ) from error
+            time.sleep(1.0)
 
 
 @dataclass(frozen=True)
@@ -44,15 +72,20 @@ class Reading:
 
     @classmethod
     def prepare(cls, path: Path, tensors: Mapping[str, Tensor], storage: Storage) -> Reading:
-        """Plan the reading of ``path`` into ``tensors``. Raises ``Refused`` and what torch's planner raises."""
-        files = {file.name: file for file in CheckpointManifest.read(path / MANIFEST).files}
-        check(path, [METADATA], files, storage)  # before it is unpickled
-        live: dict[str, Any] = dict(tensors)
-        reader, planner = FileSystemReader(path), DefaultLoadPlanner()
-        metadata = reader.read_metadata()
-        planner.set_up_planner(live, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
+        """Plan the reading of ``path`` into ``tensors``. Raises ``Refused``."""
+        try:
+            files = {file.name: file for file in patiently(lambda: CheckpointManifest.read(path / MANIFEST)).files}
+            check(path, [METADATA], files, storage)  # before it is unpickled
+            live: dict[str, Any] = dict(tensors)
+            reader, planner = FileSystemReader(path), DefaultLoadPlanner()
+            metadata = reader.read_metadata()
+            planner.set_up_planner(live, metadata, is_coordinator=True)
+            reader.set_up_storage_reader(metadata, is_coordinator=True)
+            plan = reader.prepare_local_plan(planner.create_local_plan())
+        except (Refused, UnavailableError):
+            raise
+        except Exception as error:  # torch's planner raises what it likes over metadata that do not fit the model
+            raise Refused(f"{type(error).__name__}: {error}"[:500]) from error
         wanted: Counter[str] = Counter()
         for item in plan.items:
             stored = metadata.storage_data[item.storage_index]
@@ -64,10 +97,14 @@ class Reading:
         check(self.path, sorted(mine), self.files, storage)
 
     def read(self, checked: set[str], storage: Storage) -> None:
-        """Bring the stored values into the live tensors."""
+        """Bring the stored values into the live tensors. Raises ``Refused`` for a file that is gone, and whatever else
+        there is over files that have been found good."""
         storage.transfer(sum(size for name, size in self.wanted.items() if name not in checked))
         plan = self.planner.create_global_plan([self.plan])[0]
-        self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
+        try:
+            self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
+        except FileNotFoundError as error:
+            raise Refused(str(error)) from error
 
 
 def check(path: Path, names: Sequence[str], files: Mapping[str, FileRecord], storage: Storage) -> None:
@@ -76,9 +113,20 @@ def check(path: Path, names: Sequence[str], files: Mapping[str, FileRecord], sto
         if name not in files:
             raise Refused(f"{name} is not in its manifest")
         storage.transfer(files[name].size)
-        with (path / name).open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != files[name].sha256:
-                raise Refused(f"{name} does not have the SHA-256 of its manifest")
+        try:
+            digest = patiently(lambda name=name: sha256(path / name))  # type: ignore[misc]
+        except MISSING as error:
+            raise Refused(f"{name}: {error.strerror}") from error
+        except UnavailableError as error:
+            patiently((path / MANIFEST).read_bytes)  # (raises where it is not this file, but the file system)
+            raise Refused(str(error)) from error
+        if digest != files[name].sha256:
+            raise Refused(f"{name} does not have the SHA-256 of its manifest")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def shares(wanted: Sequence[Mapping[str, int]]) -> list[set[str]]:

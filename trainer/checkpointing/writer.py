@@ -70,6 +70,8 @@ class Commit:
     manifest: CheckpointManifest
     paths: RunPaths
     keep: int
+    replace: bool = False
+    """A checkpoint of this name was refused and could not be moved away."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ def commit(job: Job, wanted: Commit, everything: list[Written]) -> int:
     newest = newest_attempt(wanted.paths)
     if newest > manifest.attempt:
         raise Fenced(f"attempt {newest} has started, this is attempt {manifest.attempt}")
+    if wanted.replace and final.exists():
+        final.rename(final.with_name(f".old-{final.name}"))
     if final.exists():
         shutil.rmtree(directory)  # committed before a restart took us back: the same step has the same content
     else:

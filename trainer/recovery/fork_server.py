@@ -14,8 +14,9 @@ starts with everything imported (facts: SIGKILL to first step 2.2 s with imports
    writers it asked for. When this process dies, the kernel kills its children.
 5. A worker that was killed, but has not ended, counts as ended: to give back its GPU and gigabytes of memory takes the
    kernel a second, in which the launcher can do its part. Its successor is told whom to wait for.
-6. After a worker that ended with a code of the contract, no other is started: no restart can change it, and a launcher
-   that is restarting already may swallow the signal by which the node ends it. What it asks for waits for that end.
+6. After a worker that ended with a code of the contract (and has left an outcome that says why), no other is started: no
+   restart can change it, and a launcher that is restarting already may swallow the signal by which the node ends it. What it
+   asks for waits for that end.
 
 It records ``worker_exit`` and ``worker_stop``, so that the detection of a fault does not depend on any launcher.
 """
@@ -165,7 +166,7 @@ class ForkServer:
 
     def _become(self, wanted: dict[str, Any], descriptors: list[int], connection: socket.socket) -> NoReturn:
         """In the child: shed the server, become what was asked for, and end with its code."""
-        code = 70
+        code = 1
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):

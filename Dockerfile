@@ -35,6 +35,8 @@ RUN apt-get update && apt-get install -y --no-install-recommends curl pciutils \
     && ./efa_installer.sh --yes --skip-kmod --skip-limit-conf --no-verify \
     && rm -rf /tmp/efa.tar.gz /tmp/aws-efa-installer /var/lib/apt/lists/* \
     && ldconfig
+# For --compile true: triton builds its launchers with a C compiler and Python's headers when a step is first compiled.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3.12-dev && rm -rf /var/lib/apt/lists/*
 ENV LD_LIBRARY_PATH=/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu:/opt/amazon/ofi-nccl/lib:/opt/amazon/efa/lib \
     PATH=/opt/venv/bin:/opt/amazon/efa/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 

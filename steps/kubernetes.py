@@ -168,10 +168,8 @@ class KubernetesLauncher:
     # --- start ---
 
     def start(self, launch: Launch) -> None:
-        """Everything that can be known to be wrong is refused before a GPU is asked for."""
         placement = self.options.placement
-        cluster.check(launch.config, placement, cluster.shape_of(launch.config.model))
-        self._check_cluster()
+        self.check()
         owner = self._owner()
         self._clear(keep=cluster.job_name(launch.config.run_id, launch.attempt))
         service = cluster.service(launch.config.run_id, owner)
@@ -189,7 +187,9 @@ class KubernetesLauncher:
         self._attached = False
         say(f"started {name}: {launch.config.nodes} pod(s), profile {launch.config.profile}")
 
-    def _check_cluster(self) -> None:
+    def check(self) -> None:
+        """Refuse everything that can be known to be wrong before a GPU is asked for."""
+        cluster.check(self.config, self.options.placement, cluster.shape_of(self.config.model))
         for verb, group, resource, subresource in NEEDED:
             if not self.api.may(verb, group, resource, subresource, namespaced=resource != "nodes"):
                 shown = "/".join(filter(None, (resource, subresource))) + (f".{group}" if group else "")
@@ -213,7 +213,8 @@ class KubernetesLauncher:
             if not job_state.deleting(job):
                 say(f"deleting {job_state.name(job)}")
                 self.api.delete_job(job_state.name(job))
-        limit = self.config.grace_seconds + PODS_GONE_SECONDS
+        graces = [int(pod["spec"].get("terminationGracePeriodSeconds") or 0) for pod in self.api.pods(self.selector)]
+        limit = max(graces, default=0) + PODS_GONE_SECONDS
         deadline = time.monotonic() + limit
         while True:
             pods = [

@@ -44,18 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     root = config.root.absolute()
     run = RunPaths(root, config.run_id)
     trouble: PipelineError | None = None
-    for name in (config.run_id, *args.runs):
-        one = RunPaths(root, name)
-        record = _record(one) if one.record.exists() or one == run else None
-        known = config if record is None else record.config
+    for name in (config.run_id, *args.runs):  # before anything is asked of the shared file system, which may be what failed
         try:
-            end_nodes(known.model_copy(update={"launcher": config.launcher, "root": root, "run_id": name}))
+            end_nodes(config.model_copy(update={"root": root, "run_id": name}))
         except PipelineError as error:
             trouble = error
-        if record is not None:
-            remove_snapshots(one, record.config)
-            if one == run and args.status != SUCCEEDED:
-                report_failed(run)
+    for name in (config.run_id, *args.runs):
+        try:
+            tidy(RunPaths(root, name), main=name == config.run_id, failed=args.status != SUCCEEDED)
+        except OSError as error:
+            say(f"the files of run '{name}' cannot be read: {error}")
     notify(environment.variable(WEBHOOK_VARIABLE).strip(), message(run, args))
     if trouble is not None:
         raise trouble
@@ -73,6 +71,15 @@ def end_nodes(config: RunConfig) -> None:
 
     KubernetesLauncher(config, KubernetesOptions()).release()
     say(f"no Job, pod or Service of run '{config.run_id}' is left")
+
+
+def tidy(run: RunPaths, *, main: bool, failed: bool) -> None:
+    """Steps 2 and 3; the runs of a benchmark have their reports made together."""
+    record = _record(run) if main or run.record.exists() else None
+    if record is not None:
+        remove_snapshots(run, record.config)
+        if main and failed:
+            report_failed(run)
 
 
 def remove_snapshots(run: RunPaths, config: RunConfig) -> None:

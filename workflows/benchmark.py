@@ -1,7 +1,7 @@
 """The benchmark pipeline: the arms of a table of experiments one after another on the same nodes, then one report.
 
-    download -> bare run -> how slow the storage is -> arm -> arm -> ... -> report       and, whatever happens, release
-                                                       train -> validate
+    check -> download -> bare run -> how slow the storage is -> arm -> ... -> report       and, whatever happens, release
+                                                                train -> validate
 
 The steps are those of the training pipeline. What the arms differ in are parameters of the template ``arm``; what they
 share are the workflow's, as in the training pipeline. An arm that fails does not keep the next one from running: the
@@ -29,13 +29,15 @@ def benchmark_pipeline(kind: type[Workflow], table: Experiments, repetitions: in
     fitted = [arms.run_name(reference("run-id"), name) for name in table.fit]
     texts = {"title": table.title, "description": f"{len(order)} runs one after another, each trained and validated, then one report"}
     with kind(**settings(kind, NAME, parameters(table), texts)) as workflow:
+        check = tasks.check(values_of(table, table.names[0]) | ({parameter(RATE): "0"} if table.storage else {}))
         download = tasks.download()
         arm = arm_template(table)
         rate = tasks.storage_rate(table.storage) if table.storage else None
         report = tasks.compare(words, fitted)
         workflow.on_exit = tasks.release(runs)
         with DAG(name="benchmark"):
-            first = Task(name="download", template=download)
+            Task(name="check", template=check)
+            first = Task(name="download", template=download, depends="check")
             dataset = first.get_parameter("dataset")
             ready, before = "download", ""
             for number, (name, repetition) in enumerate(order):

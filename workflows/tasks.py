@@ -6,16 +6,26 @@ Argo tries again; the codes that no attempt can change (``FINAL_CODES``) are nev
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hera.workflows import Container, ExistingVolume, Gauge, Label, Parameter, Resources, RetryStrategy, SecretEnv
+from hera.workflows import (
+    Container,
+    EmptyDirVolume,
+    ExistingVolume,
+    Gauge,
+    Label,
+    Parameter,
+    Resources,
+    RetryStrategy,
+    SecretEnv,
+)
 from hera.workflows.models import Backoff, Capabilities, SecurityContext, ValueFrom, VolumeMount
 
 from steps.cluster import CLAIM, HUB_SECRET, SERVICE_ACCOUNT_SUPERVISOR, WEBHOOK_SECRET
 from steps.release import WEBHOOK_VARIABLE
-from trainer.config import parameter
+from trainer.config import flag, parameter
 from trainer.errors import FINAL_CODES
 from trainer.paths import RunPaths
 from workflows.arms import Emulated
@@ -30,6 +40,7 @@ from workflows.parameters import (
 )
 
 VOLUME = "root"
+TEMPORARY = "tmp"
 
 FINAL = ", ".join(f"'{int(code)}'" for code in sorted(FINAL_CODES))
 RETRY_EXPRESSION = f"lastRetry.status == 'Error' || !(lastRetry.exitCode in [{FINAL}])"
@@ -51,6 +62,24 @@ def retry(limit: int, *, first: str = "2s", cap: str = "1m") -> RetryStrategy:
         retry_policy="Always",
         expression=RETRY_EXPRESSION,
         backoff=Backoff(duration=first, factor=2, cap=cap),
+    )
+
+
+def check(constants: Mapping[str, str] | None = None) -> Container:
+    """Refuses what cannot work, a missing claim included, which is why it mounts none.
+
+    ``constants``: values of the parameters that are not the workflow's (a benchmark's arms differ in them).
+    """
+    constants = constants or {}
+    fixed = [f"{flag(name)}={value}" for name, value in constants.items()]
+    words = [*flags(name for name in (*RUN_FIELDS, *PLACEMENT) if parameter(name) not in constants), *fixed]
+    return _step(
+        "check",
+        words,
+        mounts=False,
+        retry_strategy=retry(RECORD_RETRIES),
+        service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
+        resources=Resources(cpu_request="100m", memory_request="256Mi"),
     )
 
 
@@ -154,6 +183,7 @@ def release(runs: Sequence[str] = ()) -> Container:
     return _step(
         "release",
         words,
+        timeout="10m",  # (counted from when it is due: a pod that cannot be placed, its claim missing, must not wait for ever)
         retry_strategy=retry(RECORD_RETRIES),
         service_account_name=SERVICE_ACCOUNT_SUPERVISOR,
         env=[SecretEnv(name=WEBHOOK_VARIABLE, secret_name=WEBHOOK_SECRET, secret_key="url", optional=True)],
@@ -161,9 +191,10 @@ def release(runs: Sequence[str] = ()) -> Container:
     )
 
 
-def shared_volume() -> ExistingVolume:
-    """The claim. Steps mount it where the ``root`` parameter says: the directory every path of a run begins with."""
-    return ExistingVolume(name=VOLUME, claim_name=CLAIM)
+def volumes() -> list[ExistingVolume | EmptyDirVolume]:
+    """The claim, which steps mount where the ``root`` parameter says (the directory every path of a run begins with), and
+    a /tmp for each pod, all else of whose file system is read-only."""
+    return [ExistingVolume(name=VOLUME, claim_name=CLAIM), EmptyDirVolume(name=TEMPORARY)]
 
 
 def inputs(fields: Iterable[str]) -> list[Parameter]:
@@ -171,14 +202,19 @@ def inputs(fields: Iterable[str]) -> list[Parameter]:
     return [Parameter(name=parameter(name)) for name in fields]
 
 
-def _step(name: str, args: list[str], **options: Any) -> Container:
+def _step(name: str, args: list[str], *, mounts: bool = True, **options: Any) -> Container:
+    mounted = [VolumeMount(name=TEMPORARY, mount_path="/tmp")]
+    if mounts:
+        mounted.insert(0, VolumeMount(name=VOLUME, mount_path=reference("root")))
     return Container(
         name=parameter(name),
         image=reference("image"),
         command=["python", "-m", f"steps.{name}"],
         args=args,
-        volume_mounts=[VolumeMount(name=VOLUME, mount_path=reference("root"))],
-        security_context=SecurityContext(allow_privilege_escalation=False, capabilities=Capabilities(drop=["ALL"])),
+        volume_mounts=mounted,
+        security_context=SecurityContext(
+            allow_privilege_escalation=False, read_only_root_filesystem=True, capabilities=Capabilities(drop=["ALL"])
+        ),
         **options,
     )
 

@@ -1,6 +1,6 @@
 """The training pipeline.
 
-    download -> train -> validate -> report        and, whatever happens, release
+    check -> download -> train -> validate -> report        and, whatever happens, release
 
 It is authored here and nowhere else: ``templates/`` holds what it compiles to, and the local engine, the tests and
 Argo all read that YAML.
@@ -34,9 +34,11 @@ DAY = 24 * 3600
 def training_pipeline(kind: type[Workflow] = Workflow) -> Workflow:
     """The pipeline as a ``Workflow`` that is ready to submit, or (``WorkflowTemplate``) as one that is kept."""
     with kind(**settings(kind, NAME, workflow_defaults(), TEXTS)) as workflow:
-        steps = {step.name: step for step in (tasks.download(), tasks.train(), tasks.validate(), tasks.report())}
+        made = (tasks.check(), tasks.download(), tasks.train(), tasks.validate(), tasks.report())
+        steps = {step.name: step for step in made}
         workflow.on_exit = tasks.release()
         with DAG(name="training"):
+            check = Task(name="check", template=steps["check"])
             download = Task(name="download", template=steps["download"])
             train = Task(
                 name="train",
@@ -45,6 +47,7 @@ def training_pipeline(kind: type[Workflow] = Workflow) -> Workflow:
             )
             validate = Task(name="validate", template=steps["validate"])
             report = Task(name="report", template=steps["report"])
+            check >> download
             download >> train
             train >> validate
             validate >> report
@@ -70,7 +73,7 @@ def settings(kind: type[Workflow], name: str, values: dict[str, str], texts: dic
             labels_from={LABEL_RUN: LabelValueFrom(expression="workflow.parameters['run-id']")}
         ),
         "pod_metadata": Metadata(labels=labels | {LABEL_RUN: run_id}),
-        "volumes": [tasks.shared_volume()],
+        "volumes": tasks.volumes(),
         "service_account_name": SERVICE_ACCOUNT_STEPS,
         "synchronization": Synchronization(mutexes=[Mutex(name=f"holdfast-{run_id}")]),
         "ttl_strategy": TTLStrategy(seconds_after_success=3 * DAY, seconds_after_failure=14 * DAY),

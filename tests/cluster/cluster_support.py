@@ -6,8 +6,9 @@ What they need comes from the environment, so that they run against EKS, kind or
     HOLDFAST_TEST_IMAGE        the project's image, pullable by the nodes
     HOLDFAST_TEST_NAMESPACE    another namespace than the context's
     HOLDFAST_TEST_HOSTPATH     where there is no claim holdfast-fsx yet: a directory that all nodes see, to make one of
-    HOLDFAST_CLUSTER_KIT       a program that disturbs nodes: `freeze|thaw kubelet-I`, `stop|start workflow-controller`,
+    HOLDFAST_CLUSTER_KIT       a program that disturbs nodes: `freeze|thaw kubelet-I`, `kill|start workflow-controller`,
                                `cut|mend POD`; the drills that need it are skipped without it
+    HOLDFAST_TEST_ARGO_METRICS where the controller's metrics are (https://.../metrics), to be looked at in one test
     HOLDFAST_DRILLS_TABLE      a file to write the table of outcomes to
     HOLDFAST_TEST_PATIENCE     a factor for every wait and bound [1]: a machine that is busy with other things is slower
 """
@@ -17,8 +18,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,11 +100,12 @@ class Cluster:
     def submit(self, name: str, **changes: object) -> tuple[str, str]:
         """``argo submit`` the committed file; returns the Workflow's name and the run id."""
         run_id = str(changes.pop("run_id", f"{name}-{secrets.token_hex(2)}"))
+        pipeline = changes.pop("pipeline", PIPELINE)
         parameters = (
             SMALL | {"image": self.image, "run-id": run_id} | {k.replace("_", "-"): v for k, v in changes.items()}
         )
         given = [word for key, value in parameters.items() for word in ("-p", f"{key}={value}")]
-        made = command("argo", "submit", "-n", self.namespace, PIPELINE, *given, "-o", "name").split()[-1]
+        made = command("argo", "submit", "-n", self.namespace, pipeline, *given, "-o", "name").split()[-1]
         self.workflows[made] = run_id
         return made, run_id
 
@@ -145,6 +149,14 @@ class Cluster:
 
         found: dict[str, Any] = until(f"the supervisor of {run_id}", 180, running)
         return found
+
+    def metrics(self) -> str | None:
+        """What Prometheus would read of Argo's controller (its certificate is its own)."""
+        url = environment("HOLDFAST_TEST_ARGO_METRICS")
+        if not url:
+            return None
+        with urllib.request.urlopen(url, timeout=20, context=ssl._create_unverified_context()) as answer:
+            return str(answer.read().decode())
 
     def story(self, workflow: str, run_id: str) -> str:
         """What there is to say of a run that went wrong."""

@@ -94,9 +94,10 @@ def cluster(prepared: Cluster) -> Iterator[Cluster]:
         if prepared.phase(name) not in cluster_support.OVER:
             prepared.argo("terminate", name)
             until(f"the end of {name}", 120, lambda name=name: prepared.phase(name) in cluster_support.OVER)
-        prepared.argo("delete", name)
     for run_id in set(prepared.workflows.values()):
-        prepared.nothing_left(run_id, 120)
+        prepared.nothing_left(run_id, 120)  # (before the garbage collector has a part in it)
+    for name in prepared.workflows:
+        prepared.argo("delete", name)
 
 
 def prerequisites(name: str, namespace: str, host_path: str = "") -> list[dict[str, Any]]:
@@ -117,7 +118,7 @@ def write_table(cluster: Cluster) -> None:
     )
     where = (
         f"{datetime.now(UTC):%Y-%m-%d}, {commit.stdout.strip()}, {cluster_support.versions(cluster.api)}, "
-        f"nodes of {nodes(cluster.api)}"
+        f"nodes of {nodes(cluster.api)}, patience {cluster_support.PATIENCE:g}"
     )
     file = Path(path)
     before = file.read_text() if file.exists() else ""

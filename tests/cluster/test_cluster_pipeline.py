@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
-from cluster_support import Cluster, whole
+import yaml
+from cluster_support import PIPELINE, Cluster, command, until, whole
 
 from steps import job_state
 
@@ -20,6 +22,9 @@ def test_the_committed_pipeline_through_three_faults(cluster: Cluster) -> None:
         heartbeat_timeout_seconds=15,
     )  # fmt: skip
     machines = {cluster.running(run_id, node)["spec"]["nodeName"] for node in (0, 1)}
+    assert len(machines) == 2, "the two pods are to be on two machines"
+    log = command("kubectl", "logs", "-n", cluster.namespace, job_state.name(cluster.running(run_id, 1)))
+    assert "shared file system" in log and "shared memory" in log, "each node is checked before it trains"
     assert cluster.finish(workflow, 9 * MINUTES) == "Succeeded"
     seconds = time.monotonic() - started
     report = cluster.report(run_id)
@@ -31,12 +36,17 @@ def test_the_committed_pipeline_through_three_faults(cluster: Cluster) -> None:
     values = {output["name"]: output["value"] for output in outputs}
     assert float(values["goodput"]) == pytest.approx(report.training_goodput, abs=0.01)
     assert values["faults"] == "3"
+    if (text := cluster.metrics()) is not None:
+        labels = f'{{model="tiny",run_id="{run_id}"}}'
+        assert f"argo_workflows_holdfast_faults{labels} 3" in text
+        assert f"argo_workflows_holdfast_goodput{labels} " in text
     progress = cluster.nodes(workflow, "train")[0].get("progress", "")
     cluster.nothing_left(run_id)
     cluster.passed(
         "the pipeline, three faults", f"exception, hang, SIGKILL; {len(machines)} machine(s); progress {progress}",
         seconds, 10 * MINUTES, report,
     )  # fmt: skip
+    assert seconds < 10 * MINUTES, "whatever the patience"
 
 
 def test_two_submissions_of_one_run_id_at_once(cluster: Cluster) -> None:
@@ -52,6 +62,7 @@ def test_two_submissions_of_one_run_id_at_once(cluster: Cluster) -> None:
     report = cluster.report(run_id)
     whole(report, 40)
     assert report.restarts.workflow == 0, "the second found nothing to do"
+    cluster.nothing_left(run_id)
     cluster.passed(
         "two submissions of one run id",
         "the second waited, then had nothing to do",
@@ -66,12 +77,29 @@ def test_a_wrong_configuration_asks_for_no_gpu_and_is_not_retried(cluster: Clust
     started = time.monotonic()
     workflow, run_id = cluster.submit("wrong", profile="p5")
     assert cluster.finish(workflow, 3 * MINUTES) == "Failed"
-    attempts = cluster.nodes(workflow, "train")
+    attempts = cluster.nodes(workflow, "check")
     assert [node["outputs"]["exitCode"] for node in attempts] == ["64"]
-    assert cluster.jobs(run_id) == []
+    assert cluster.nodes(workflow, "download") == [] and cluster.jobs(run_id) == []
     log = cluster.argo("logs", workflow)
     assert "--gpus-per-node: 1 does not match profile p5" in log
-    cluster.passed("wrong configuration", "supervisor exits 64, one attempt, no Job", time.monotonic() - started, 180)
+    cluster.passed("wrong configuration", "refused with 64 before the download, one attempt, no Job", time.monotonic() - started, 180)
+
+
+def test_a_missing_claim_is_named_and_nothing_waits_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    """A pod that mounts it would wait for ever, in silence."""
+    started = time.monotonic()
+    document = yaml.safe_load(PIPELINE.read_text())
+    document["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] = "nothing-here"
+    (check,) = (one for one in document["spec"]["templates"] if one["name"] == "check")
+    check["container"]["args"].append("--claim=nothing-here")
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(document))
+    workflow, _ = cluster.submit("noclaim", pipeline=path)
+    until("its check has failed", 120, lambda: [n for n in cluster.nodes(workflow, "check") if n["phase"] == "Failed"])
+    assert [node["outputs"]["exitCode"] for node in cluster.nodes(workflow, "check")] == ["64"]
+    assert cluster.nodes(workflow, "download") == []
+    assert "there is no claim 'nothing-here'" in cluster.argo("logs", workflow)
+    cluster.passed("a missing claim", "named with 64 before anything mounts it", time.monotonic() - started, 120)
 
 
 def test_a_training_pod_that_exits_64_ends_the_job_and_is_not_retried(cluster: Cluster) -> None:
@@ -93,9 +121,7 @@ def test_a_model_larger_than_the_machines_is_seen_to_wait(cluster: Cluster) -> N
     def said() -> bool:
         return "waits for a node" in cluster.argo("logs", workflow, "--no-color")
 
-    import cluster_support
-
-    cluster_support.until("the scheduler's reason in the supervisor's log", 120, said, 2)
+    until("the scheduler's reason in the supervisor's log", 120, said, 2)
     assert all(job_state.name(pod) and pod["status"]["phase"] == "Pending" for pod in cluster.pods(run_id))
     cluster.argo("stop", workflow)
     cluster.finish(workflow, 120)

@@ -114,4 +114,4 @@ def test_the_workflow_leaves_its_status_as_argo_would(root: Path, faulted: str) 
     status = json.loads(found[0].read_text())["status"]
     assert status["phase"] == "Succeeded"
     pods = {node["templateName"]: node["phase"] for node in status["nodes"].values() if node["type"] == "Pod"}
-    assert pods == dict.fromkeys(("download", "train", "validate", "report", "release"), "Succeeded")
+    assert pods == dict.fromkeys(("check", "download", "train", "validate", "report", "release"), "Succeeded")

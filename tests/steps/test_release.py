@@ -85,6 +85,16 @@ def test_the_runs_of_a_benchmark_are_released_with_it(tmp_path: Path) -> None:
     assert not RunPaths(tmp_path, "arm").snapshots(tmp_path / "memory", 0).exists()
 
 
+def test_files_that_cannot_be_read_fail_nothing(tmp_path: Path) -> None:
+    """As on a mount that does not answer: the nodes were ended before it was asked."""
+    run, _ = a_run(tmp_path, complete=True)
+    run.record.unlink()
+    run.record.mkdir()
+    done = end(tmp_path, "Failed")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.index("ended with their supervisor") < done.stdout.index("cannot be read")
+
+
 def test_a_complete_run_leaves_nothing_in_memory(tmp_path: Path) -> None:
     _, snapshots = a_run(tmp_path, complete=True)
     assert end(tmp_path, "Succeeded").returncode == 0

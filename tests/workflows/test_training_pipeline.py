@@ -27,7 +27,7 @@ from workflows.parameters import PLACEMENT, arguments, cluster_config, workflow_
 from workflows.training import training_pipeline
 
 CRD = Path(os.environ.get("ARGO_CRD", TEMPLATES.parent.parent / "shared" / "argo" / "argoproj.io_workflows.yaml"))
-STEPS = ("download", "train", "validate", "report", "release")
+STEPS = ("check", "download", "train", "validate", "report", "release")
 TAG = re.compile(r"\{\{([^}]+)\}\}")
 
 
@@ -151,7 +151,8 @@ def test_every_name_it_uses_is_there(workflow: dict[str, Any]) -> None:
 def test_each_step_waits_for_the_one_before(workflow: dict[str, Any]) -> None:
     tasks = template(workflow, "training")["dag"]["tasks"]
     assert [(task["name"], task.get("depends")) for task in tasks] == [
-        ("download", None),
+        ("check", None),
+        ("download", "check"),
         ("train", "download"),
         ("validate", "train"),
         ("report", "validate"),
@@ -226,7 +227,9 @@ def test_secrets_are_referred_to_and_reach_one_step_each(workflow: dict[str, Any
 def test_only_the_steps_that_act_on_the_cluster_may(workflow: dict[str, Any]) -> None:
     accounts = {step: template(workflow, step).get("serviceAccountName") for step in STEPS}
     supervisor = cluster.SERVICE_ACCOUNT_SUPERVISOR
-    assert accounts == {"download": None, "train": supervisor, "validate": None, "report": None, "release": supervisor}
+    assert accounts == {
+        "check": supervisor, "download": None, "train": supervisor, "validate": None, "report": None, "release": supervisor,
+    }  # fmt: skip
     assert workflow["spec"]["serviceAccountName"] == cluster.SERVICE_ACCOUNT_STEPS
 
 

@@ -111,6 +111,8 @@ def _binds(node: Node, template: Raw, container: Raw, volumes: list[Raw], places
         target = os.path.normpath(mount.get("mountPath") or "/")
         if not target.startswith("/") or target == "/":
             raise TemplateError(f"mountPath '{mount.get('mountPath')}' must be an absolute path below /")
+        if target == "/tmp" and volume.get("emptyDir") is not None:
+            continue  # what every task has
         if not source.is_file():
             source.mkdir(parents=True, exist_ok=True)
         read_only = bool(mount.get("readOnly")) or bool((volume.get("persistentVolumeClaim") or {}).get("readOnly"))

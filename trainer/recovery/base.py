@@ -36,6 +36,7 @@ class Limits:
     """How long each phase may take, seconds. A slow save, load or compile must never be taken for a hang."""
 
     startup: float
+    """Also of each try to load a checkpoint, and of the first step, which compiles: all three grow with the model."""
     step: float
     save: float
     soft: float

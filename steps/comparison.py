@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from steps.evidence import Evidence
 from steps.prediction import Costs, bare_of, breakdown, fit, is_bare, simulated_wall, walk
 from steps.published import PUBLISHED, Published
-from steps.repeats import ratio_interval, spread
+from steps.repeats import ratio_interval, repetition, spread
 from trainer.config import RunConfig
 from trainer.records import Breakdown, Record, RunReport
 
@@ -112,7 +112,7 @@ class Repeated(Frozen):
 
 
 class Ratio(Frozen):
-    """Two repeated arms against each other, paired in the order in which they ran."""
+    """Two repeated arms against each other, paired by the number of the repetition."""
 
     first: str
     second: str
@@ -156,7 +156,9 @@ def compare(
     arms = _against_recipe(arms)
     recipe = next((arm for arm in arms if is_recipe(arm) and _value(arm)), None)
     faulted = [arm for arm in arms if arm.table == "faults" and _value(arm)]
-    repeated = _repeated(arms)
+    groups = _groups(arms)
+    repeated = _repeated(groups)
+    ratios, unpaired = _ratios(groups, recipe)
     steps = [arm.figures.step_seconds for arm in arms if arm.figures and arm.bare_runs]
     return Comparison(
         name=name,
@@ -168,12 +170,12 @@ def compare(
         best=max(faulted, key=_value).run if faulted else "",
         noise=max((group.spread for group in repeated), default=None),
         repeated=repeated,
-        ratios=_ratios(repeated, recipe),
+        ratios=ratios,
         costs=_as_dict(costs),
         worst_prediction=_worst(arms, lambda predicted: predicted.effective_goodput),
         worst_at_own_pace=_worst(arms, lambda predicted: predicted.at_own_pace),
         pace_spread=spread(steps) if steps else None,
-        problems=_problems(runs, arms),
+        problems=(*_problems(runs, arms), *unpaired),
     )
 
 
@@ -300,12 +302,18 @@ def _against_recipe(arms: Sequence[Arm]) -> list[Arm]:
     ]
 
 
-def _repeated(arms: Sequence[Arm]) -> tuple[Repeated, ...]:
-    """Arms of one configuration that were run more than once."""
+def _groups(arms: Sequence[Arm]) -> tuple[tuple[Arm, ...], ...]:
+    """Arms of one configuration that were run more than once, whatever became of some of these runs."""
     groups: dict[str, list[Arm]] = {}
     for arm in arms:
-        if arm.config is not None and _value(arm):
+        if arm.config is not None:
             groups.setdefault(arm.config.model_dump_json(exclude={"run_id", "root"}), []).append(arm)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _repeated(groups: Sequence[Sequence[Arm]]) -> tuple[Repeated, ...]:
+    """How far arms differ from themselves, where at least two of their runs have a value."""
+    counted = [[arm for arm in group if _value(arm)] for group in groups]
     return tuple(
         Repeated(
             label=group[0].label,
@@ -313,22 +321,46 @@ def _repeated(arms: Sequence[Arm]) -> tuple[Repeated, ...]:
             effective_goodput=tuple(map(_value, group)),
             spread=spread(list(map(_value, group))),
         )
-        for group in groups.values()
+        for group in counted
         if len(group) > 1
     )
 
 
-def _ratios(repeated: Sequence[Repeated], recipe: Arm | None) -> tuple[Ratio, ...]:
-    """Each repeated arm against the recipe, if that was repeated as often."""
-    base = next((group for group in repeated if recipe is not None and recipe.run in group.runs), None)
-    found = []
-    for group in repeated:
-        if base is None or group is base or len(group.runs) != len(base.runs):
-            continue
-        ratio, interval = ratio_interval(group.effective_goodput, base.effective_goodput)
-        low, high = interval or (None, None)
-        found.append(Ratio(first=group.label, second=base.label, pairs=len(base.runs), ratio=ratio, low=low, high=high))
-    return tuple(found)
+def _ratios(groups: Sequence[Sequence[Arm]], recipe: Arm | None) -> tuple[tuple[Ratio, ...], list[str]]:
+    """Each repeated arm against the recipe, if that was repeated; and what is wrong with runs that make no pair."""
+    base = next((group for group in groups if recipe in group), None)
+    others = [group for group in groups if group is not base]
+    if base is None or not others:
+        return (), []
+    theirs, ratios, problems = _numbered(base), [], []
+    for group in others:
+        mine = _numbered(group)
+        pairs = sorted(mine.keys() & theirs.keys())
+        problems += [*_alone(mine, theirs, base[0].label), *_alone(theirs, mine, group[0].label)]
+        if pairs:
+            ratio, interval = ratio_interval([_value(mine[number]) for number in pairs], [_value(theirs[number]) for number in pairs])
+            low, high = interval or (None, None)
+            ratios.append(Ratio(first=group[0].label, second=base[0].label, pairs=len(pairs), ratio=ratio, low=low, high=high))
+    for group in groups:
+        paired = _numbered(group).values()
+        problems += [f"{arm.run}: an earlier run is the same repetition, so it is in no pair" for arm in group
+                     if _value(arm) and arm not in paired]  # fmt: skip
+    return tuple(ratios), problems
+
+
+def _numbered(group: Sequence[Arm]) -> dict[int, Arm]:
+    """Number of the repetition -> its run, of those that have a value."""
+    found: dict[int, Arm] = {}
+    for arm in group:
+        if _value(arm):
+            found.setdefault(repetition(arm.run), arm)
+    return found
+
+
+def _alone(these: Mapping[int, Arm], those: Mapping[int, Arm], label: str) -> list[str]:
+    """What to say of runs whose partner has no value."""
+    return [f"{these[number].run}: repetition {number} of \"{label}\" has no value, so these two make no pair"
+            for number in sorted(these.keys() - those.keys())]  # fmt: skip
 
 
 def differs(first: float, second: float, noise: float | None) -> bool:

@@ -6,6 +6,7 @@ a benchmark falls out. The 95% interval of its mean is Student's; below five rep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import exp, log, sqrt
 from statistics import fmean, stdev
@@ -16,10 +17,17 @@ T_975 = (
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
 """The 97.5% quantile of Student's distribution with 1 to 30 degrees of freedom."""
+NUMBER = re.compile(r"-([1-9][0-9]*)$")
+
+
+def repetition(run: str) -> int:
+    """Which repetition of its arm a run is, by the end of its name (``workflows.arms.run_name``); the first bears no number."""
+    number = NUMBER.search(run)
+    return int(number[1]) if number else 1
 
 
 def ratio_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
-    """The mean ratio of ``first`` to ``second``, paired in order, and its 95% interval where there are enough pairs."""
+    """The mean ratio of ``first`` to ``second``, pair by pair, and its 95% interval where there are enough pairs."""
     if len(first) != len(second) or not first:
         raise ValueError(f"{len(first)} and {len(second)} values make no pairs")
     logs = [log(a / b) for a, b in zip(first, second, strict=True)]

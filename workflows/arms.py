@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from steps.published import PUBLISHED
+from steps.repeats import repetition
 from trainer.config import RunConfig, build, flag, parameter, to_text
 from trainer.errors import ConfigurationError
 from workflows.parameters import CLUSTER_DEFAULTS
@@ -130,6 +131,8 @@ def check(found: Experiments, where: str) -> None:
         if name not in found.names:
             raise ConfigurationError(f"{where}: there is no arm '{name}'")
     for name in found.names:
+        if repetition(run_name("run", name)) > 1:
+            raise ConfigurationError(f"{where}: {name}: a number at the end of a run's name says which repetition of its arm it is; name the arm otherwise")
         if found.published(name) not in ("", *PUBLISHED):
             raise ConfigurationError(f"{where}: {name}: there is no published arm '{found.published(name)}'")
         for field in found.values(name):
@@ -150,7 +153,7 @@ def shared_changes(found: Experiments, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_name(benchmark: str, arm: str, repetition: int = 1) -> str:
-    """The id of an arm's run."""
+    """The id of an arm's run; ``steps.repeats.repetition`` reads the number from it."""
     return f"{benchmark}-{arm}" + (f"-{repetition}" if repetition > 1 else "")
 
 

@@ -207,6 +207,32 @@ def test_five_pairs_give_an_interval(root: Path) -> None:
     assert 1.1 < ratio.low < ratio.ratio < ratio.high < 1.6
 
 
+def test_repetitions_are_paired_by_their_number(root: Path) -> None:
+    """Each repetition has a pace of its own, which falls out of every pair but not of a wrong one."""
+    for number in range(2, 7):
+        leave(root, f"recipe-{number}", trained(stall=2.0 * number, fault="exception", pace=number), **RECIPE)
+        leave(root, f"best-{number}", trained(stall=0.1 * number, fault="exception", resume=7, pace=number), **BEST)
+    RunPaths(root, "recipe-2").run.rename(root / "recipe-2")
+    RunPaths(root, "best-4").run.rename(root / "best-4")
+    found = make(root, *ALL, *(f"{name}-{number}" for number in range(2, 7) for name in ("recipe", "best")))
+    (ratio,) = found.ratios
+    assert ratio.pairs == 4 and ratio.low is None and ratio.high is None
+    assert 1.1 < ratio.ratio < 1.6
+    assert any(problem.startswith("best-2: repetition 2 of") and "no pair" in problem for problem in found.problems)
+    assert any(problem.startswith("recipe-4: repetition 4 of") and "no pair" in problem for problem in found.problems)
+
+
+def test_a_run_that_is_missing_costs_its_pair_and_no_more(root: Path) -> None:
+    for number in range(2, 7):
+        leave(root, f"recipe-{number}", trained(stall=2.0, fault="exception", pace=1 + number / 200), **RECIPE)
+        leave(root, f"best-{number}", trained(stall=0.1, fault="exception", resume=7, pace=1 + number / 250), **BEST)
+    RunPaths(root, "best-4").run.rename(root / "best-4")
+    found = make(root, *ALL, *(f"{name}-{number}" for number in range(2, 7) for name in ("recipe", "best")))
+    (ratio,) = found.ratios
+    assert ratio.pairs == 5 and ratio.low is not None
+    assert [problem.split(":")[0] for problem in found.problems if "no pair" in problem] == ["recipe-4"]
+
+
 def test_without_a_bare_run_there_is_no_effective_goodput(root: Path) -> None:
     found = make(root, "recipe", "best")
     assert all(arm.figures is not None and arm.figures.effective_goodput is None for arm in found.arms)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steps.repeats import FEWEST, ratio_interval, spread
+from steps.repeats import FEWEST, ratio_interval, repetition, spread
 
 VALUES = st.lists(st.floats(0.01, 1.0), min_size=FEWEST, max_size=40)
 
@@ -47,3 +47,7 @@ def test_values_without_partners_are_refused() -> None:
 def test_the_spread() -> None:
     assert spread([0.2, 0.25, 0.22]) == pytest.approx(0.25)
     assert spread([0.3, 0.3]) == 0.0
+
+
+def test_the_name_says_which_repetition_it_is() -> None:
+    assert [repetition(run) for run in ("sets-best", "sets-best-2", "sets-best-12", "sets-sync-2-nodes", "20")] == [1, 2, 12, 1, 1]

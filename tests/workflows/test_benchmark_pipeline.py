@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hera.workflows import Workflow
 
+from steps.repeats import repetition
 from trainer.config import RunConfig, build
 from trainer.errors import ConfigurationError
 from trainer.faults import schedule
@@ -125,6 +126,7 @@ def test_the_report_and_the_release_know_every_run() -> None:
     [
         ({"arms": [{"name": "bare", "recovery": "magic"}]}, "--recovery"),
         ({"arms": [{"name": "bare", "colour": "red"}]}, "colour is not a setting"),
+        ({"arms": [{"name": "sync-100"}]}, "which repetition of its arm"),
         ({"arms": [{"name": "bare"}, {"name": "bare"}]}, "name of its own"),
         ({"fit": ["other"]}, "no arm 'other'"),
         ({"arms": [{"name": "bare", "published": "other"}]}, "no published arm 'other'"),
@@ -177,3 +179,4 @@ def test_hera_builds_what_is_committed() -> None:
 
 def test_run_ids_are_paths_below_the_root() -> None:
     assert RunPaths(Path("fsx"), arms.run_name("benchmark", "best", 2)).run == Path("fsx/runs/benchmark-best-2")
+    assert [repetition(arms.run_name("sets-3", "best", number)) for number in range(1, 12)] == [*range(1, 12)]

@@ -1,6 +1,7 @@
 """Several runs side by side (pure): ``report.json`` of a comparison, and how it is made of what the runs left.
 
-A run that is not complete is listed with its reason and gives no figures. Two runs with one configuration are
+A run that is not complete is listed with its reason and gives no figures. One whose event files are not whole shows its
+figures, but no best arm, spread, ratio, step or cost is taken from it. Two runs with one configuration are
 repetitions of one arm: how far they differ is shown, and no smaller difference between arms is claimed. Every arm names
 its run and its event files, from which all of its numbers follow.
 
@@ -87,6 +88,7 @@ class Arm(Frozen):
     label: str
     table: Literal["bare", "checkpoints", "faults", "unknown"]
     complete: bool
+    whole: bool = Field(description="its event files are; otherwise its figures are shown, and nothing is taken from them")
     problems: tuple[str, ...]
     config: RunConfig | None
     bare_runs: tuple[str, ...] = ()
@@ -131,14 +133,14 @@ class Comparison(Record):
     versions: dict[str, str]
     arms: tuple[Arm, ...]
     recipe: str = Field("", description="the arm of the published recipe")
-    best: str = Field("", description="the complete arm with faults that has the highest effective goodput")
+    best: str = Field("", description="the arm with faults that has the highest effective goodput")
     noise: float | None = Field(None, description="the largest spread of an arm against itself")
     repeated: tuple[Repeated, ...] = ()
     ratios: tuple[Ratio, ...] = ()
     costs: dict[str, Any] | None = Field(None, description="the costs of the parts, seconds, that predictions are made of")
     worst_prediction: float | None = Field(None, description="largest error, in goodput, on arms not used for fitting")
     worst_at_own_pace: float | None = Field(None, description="the same for the prediction at the arm's own pace")
-    pace_spread: float | None = Field(None, description="slowest over fastest median step of the complete arms, less one")
+    pace_spread: float | None = Field(None, description="slowest over fastest median step of the arms that count, less one")
     problems: tuple[str, ...] = ()
 
     def arm(self, run: str) -> Arm:
@@ -151,15 +153,16 @@ def compare(
     """The comparison of ``runs``, in their order. ``fitted`` are those that predictions take their costs from;
     ``published`` names the published arm that a run stands for."""
     reports = [run.report for run in runs if run.report is not None]
+    whole = [run.report for run in runs if run.report is not None and run.whole]
     costs = fit([run for run in runs if run.run_id in fitted])
-    arms = [_arm(run, reports, costs, run.run_id in fitted, published.get(run.run_id, "")) for run in runs]
+    arms = [_arm(run, whole, costs, run.run_id in fitted and run.whole, published.get(run.run_id, "")) for run in runs]
     arms = _against_recipe(arms)
     recipe = next((arm for arm in arms if is_recipe(arm) and _value(arm)), None)
     faulted = [arm for arm in arms if arm.table == "faults" and _value(arm)]
     groups = _groups(arms)
     repeated = _repeated(groups)
     ratios, unpaired = _ratios(groups, recipe)
-    steps = [arm.figures.step_seconds for arm in arms if arm.figures and arm.bare_runs]
+    steps = [arm.figures.step_seconds for arm in arms if arm.figures and arm.bare_runs and arm.whole]
     return Comparison(
         name=name,
         created=created,
@@ -184,14 +187,15 @@ def _arm(run: Evidence, reports: Sequence[RunReport], costs: Costs | None, fitte
     published = _published(key)
     sources = tuple(Source(file=f.name, events=len(f.events), unreadable=f.unreadable) for f in run.files)
     if report is None:
-        return Arm(run=run.run_id, label=run.run_id, table="unknown", complete=False, problems=run.problems,
-                   config=None, published=published, sources=sources)  # fmt: skip
+        return Arm(run=run.run_id, label=run.run_id, table="unknown", complete=False, whole=False,
+                   problems=run.problems, config=None, published=published, sources=sources)  # fmt: skip
     bare = bare_of(report.config, reports)
     return Arm(
         run=run.run_id,
         label=label_of(report.config),
         table=table_of(report.config),
         complete=report.complete,
+        whole=run.whole,
         problems=run.problems,
         config=report.config,
         bare_runs=tuple(one.run_id for one in bare),
@@ -289,7 +293,8 @@ def is_recipe(arm: Arm) -> bool:
 
 
 def _value(arm: Arm) -> float:
-    return arm.effective_goodput or 0.0
+    """What an arm counts with; zero is no value."""
+    return (arm.effective_goodput or 0.0) if arm.whole else 0.0
 
 
 def _against_recipe(arms: Sequence[Arm]) -> list[Arm]:
@@ -395,6 +400,8 @@ def _problems(runs: Sequence[Evidence], arms: Sequence[Arm]) -> tuple[str, ...]:
                 groups.setdefault(told, []).append(run.run_id)
         if len(groups) > 1:
             found.append(f"the runs differ in {what}: " + "; ".join(f"{', '.join(ids)} with {told}" for told, ids in groups.items()))
-    found += [f"{arm.run}: no bare run of its shape is among the runs, so it has no effective goodput" for arm in arms
+    found += [f"{arm.run}: its figures are shown, but no best arm, spread, ratio, step or cost is taken from them: its event files are not whole"
+              for arm in arms if arm.figures is not None and not arm.whole]  # fmt: skip
+    found += [f"{arm.run}: there is no bare run of its shape with whole event files, so it has no effective goodput" for arm in arms
               if arm.figures is not None and arm.figures.effective_goodput is None]  # fmt: skip
     return tuple(found)

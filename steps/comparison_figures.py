@@ -79,5 +79,5 @@ def costs_of(comparison: Comparison) -> Costs | None:
     if comparison.costs is None:
         return None
     costs = Costs(**comparison.costs)
-    steps = [arm.figures.step_seconds for arm in comparison.arms if arm.table == "bare" and arm.figures]
+    steps = [arm.figures.step_seconds for arm in comparison.arms if arm.table == "bare" and arm.figures and arm.whole]
     return replace(costs, step=steps[0]) if steps else costs

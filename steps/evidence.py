@@ -1,7 +1,8 @@
 """What a run left behind, read for a comparison: its report, its event files, and all that is wrong with either.
 
 Nothing that is missing, torn, unfinished or of another version raises here: it becomes a line that names the run, which
-the comparison shows, and a run that is not complete gives no figures to compare.
+the comparison shows. A run that is not complete gives no figures; one whose event files are not whole gives some, to
+which nothing is compared.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Evidence:
     waits: Mapping[str, float]
     """Seconds that the loop waited for checkpoints, by reason (save, drain, snapshot), of the rank that waited longest."""
     problems: tuple[str, ...]
+    whole: bool
+    """Each of its processes left an event file, of which every line can be read."""
 
     @property
     def run_id(self) -> str:
@@ -45,11 +48,11 @@ def examine(paths: RunPaths) -> Evidence:
     try:
         report = assemble(paths, happened=events)
     except ConfigurationError:
-        return Evidence(paths, None, files, {}, ("it never began: there is no record of it",))
+        return Evidence(paths, None, files, {}, ("it never began: there is no record of it",), whole=False)
     except DataError as error:
-        return Evidence(paths, None, files, {}, (f"its record cannot be read, or is of another version: {error}",))
-    problems = [*_about_files(files, events), *_about_report(report)]
-    return Evidence(paths, report, files, waits(events), tuple(problems))
+        return Evidence(paths, None, files, {}, (f"its record cannot be read, or is of another version: {error}",), whole=False)
+    damage = _about_files(files, events)
+    return Evidence(paths, report, files, waits(events), (*damage, *_about_report(report)), whole=not damage)
 
 
 def _about_files(files: Sequence[EventFile], events: Sequence[Event]) -> list[str]:

@@ -184,8 +184,9 @@ def breakdown(run: Walk) -> Breakdown:
 
 
 def fit(runs: Sequence[Evidence]) -> Costs | None:
-    """The costs of the parts, from runs that are complete; None where there is no run without saves to take a step from."""
-    reports = [(run, run.report) for run in runs if run.report is not None and run.report.complete]
+    """The costs of the parts, from runs that are complete and left whole event files; None where there is no run without
+    saves to take a step from."""
+    reports = [(run, run.report) for run in runs if run.report is not None and run.report.complete and run.whole]
     bare = [report for _, report in reports if is_bare(report.config)]
     if not bare:
         return None

@@ -147,7 +147,7 @@ def test_what_is_missing_or_torn_is_named(root: Path, damage: str, reason: str, 
     trainer = sorted(run.events.glob("*trainer*"))[-1]
     match damage:
         case "torn":
-            trainer.write_bytes(trainer.read_bytes()[:-20])
+            tear(root, "best")
         case "version":
             trainer.write_text('{"schema_version": 2, "event": "step_end"}\n' + trainer.read_text())
         case "rank":
@@ -168,9 +168,37 @@ def test_what_is_missing_or_torn_is_named(root: Path, damage: str, reason: str, 
     assert any(problem.startswith(f"{named}: ") and reason in problem for problem in found.problems), found.problems
     assert reason in capsys.readouterr().err
     assert reason in paths.comparison(root, "comparison", "md").read_text()
-    if damage not in ("torn", "version", "supervisor"):
-        assert found.arm(named).figures is None, "it must not be compared as if it were whole"
-        assert found.best == "recipe"
+    shown = damage in ("torn", "version", "supervisor")
+    assert (found.arm(named).figures is not None) == shown
+    assert found.best == "recipe", "it must not be compared as if it were whole"
+    assert found.arm(named).times_recipe is None
+
+
+def tear(root: Path, run_id: str) -> None:
+    """As a process leaves its file that is killed while it writes a line."""
+    with sorted(RunPaths(root, run_id).events.glob("*trainer*"))[-1].open("a") as file:
+        file.write('{"schema_version": 1, "event": "st')
+
+
+def test_nothing_is_taken_from_a_run_with_torn_files(root: Path) -> None:
+    """Neither the recipe, a spread and a pair, the costs of predictions and their test, nor the step of a bare run."""
+    words = [*ALL, "recipe-2", "best-2", "bare-2", "--fit", "bare,bare-2,recipe"]
+    leave(root, "recipe-2", trained(stall=2.0, fault="exception", pace=1.01), **RECIPE)
+    leave(root, "best-2", trained(stall=0.1, fault="exception", resume=7, pace=5.0), **BEST)
+    leave(root, "bare-2", trained(pace=3.0), **BARE)
+    for run_id in ("recipe", "best-2", "bare-2"):
+        tear(root, run_id)
+    found = make(root, *words)
+    assert found.recipe == "recipe-2" and found.arm("recipe").times_recipe is None
+    assert found.noise is None and found.repeated == () and found.ratios == ()
+    assert found.costs is not None and found.costs["step"] == pytest.approx(1.0, rel=0.01) and not found.costs["restart"]
+    assert found.pace_spread == pytest.approx(0.01, abs=0.005)
+    assert {arm.bare_runs for arm in found.arms} == {("bare",)}
+    for run_id in ("recipe", "best-2", "bare-2"):
+        assert found.arm(run_id).figures is not None and not found.arm(run_id).whole
+        assert any(problem.startswith(f"{run_id}: its figures are shown, but no") for problem in found.problems)
+    for kind in ("md", "html"):
+        assert paths.comparison(root, "comparison", kind).read_text().count("not compared") == 3
 
 
 def leave_unfinished(root: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from steps import comparison_figures, figures, report
-from steps.comparison import Comparison, compare, differs
+from steps.comparison import Arm, Comparison, compare, differs
 from steps.evidence import Evidence, examine
 from steps.published import PUBLISHED
 from trainer import paths
@@ -59,8 +59,23 @@ def render(kind: str, found: Comparison, runs: Sequence[Evidence]) -> str:
         plots=comparison_figures,
         longest=max((one.wall_seconds for one in reports.values()), default=0.0),
         differs=differs,
+        to_published=to_published,
         tables=[(table, [arm for arm in found.arms if arm.table == table]) for table in ("checkpoints", "faults")],
     )  # fmt: skip
+
+
+def to_published(arm: Arm) -> str:
+    """An arm with faults over its published one: training goodput, infrastructure goodput, recovery (below one is faster)."""
+    assert arm.figures is not None
+    if arm.published is None:
+        return ""
+    ours, theirs = arm.figures, arm.published
+    pairs = (
+        (ours.training_goodput_as_published, theirs.training_goodput),
+        (ours.infrastructure_goodput, theirs.infrastructure_goodput),
+        (ours.outage_seconds, theirs.recovery_seconds),
+    )
+    return ", ".join(f"{measured / published:.2f}" if published else "-" for measured, published in pairs)
 
 
 def between(values: Sequence[float], say: Callable[[float], str]) -> str:

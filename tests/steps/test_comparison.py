@@ -92,6 +92,11 @@ def test_the_published_formulas_stand_beside_ours(root: Path) -> None:
     assert sync.figures is not None and sync.published is not None and recipe.figures is not None
     assert sync.figures.efficiency_as_published == pytest.approx(20 / (20 + 4 * 2.0), rel=1e-3)
     assert sync.published.efficiency == 0.57
+    assert recipe.published is not None and recipe.published.recovery_seconds == 10.0
+    ours = recipe.figures
+    ratios = (ours.training_goodput_as_published / 0.31, ours.infrastructure_goodput / 0.87, ours.outage_seconds / 10.0)
+    for kind in ("md", "html"):
+        assert ", ".join(f"{ratio:.2f}" for ratio in ratios) in paths.comparison(root, "comparison", kind).read_text()
     # Replayed steps count as training there, and not here.
     assert recipe.figures.training_goodput_as_published > recipe.figures.training_goodput
 

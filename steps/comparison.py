@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from steps.evidence import Evidence
-from steps.prediction import Costs, bare_of, breakdown, fit, is_bare, simulated_wall, walk
+from steps.prediction import Costs, bare_of, breakdown, fit, is_bare, simulated_wall, usable, walk
 from steps.published import PUBLISHED, Published
 from steps.repeats import ratio_interval, repetition, spread
 from trainer.config import RunConfig
@@ -154,7 +154,8 @@ def compare(
     ``published`` names the published arm that a run stands for."""
     reports = [run.report for run in runs if run.report is not None]
     whole = [run.report for run in runs if run.report is not None and run.whole]
-    costs = fit([run for run in runs if run.run_id in fitted])
+    chosen = [run for run in runs if run.run_id in fitted]
+    costs = fit(chosen)
     arms = [_arm(run, whole, costs, run.run_id in fitted and run.whole, published.get(run.run_id, "")) for run in runs]
     arms = _against_recipe(arms)
     recipe = next((arm for arm in arms if is_recipe(arm) and _value(arm)), None)
@@ -178,7 +179,7 @@ def compare(
         worst_prediction=_worst(arms, lambda predicted: predicted.effective_goodput),
         worst_at_own_pace=_worst(arms, lambda predicted: predicted.at_own_pace),
         pace_spread=spread(steps) if steps else None,
-        problems=(*_problems(runs, arms), *unpaired),
+        problems=(*_problems(runs, arms), *_free_snapshots(arms, chosen), *unpaired),
     )
 
 
@@ -405,3 +406,11 @@ def _problems(runs: Sequence[Evidence], arms: Sequence[Arm]) -> tuple[str, ...]:
     found += [f"{arm.run}: there is no bare run of its shape with whole event files, so it has no effective goodput" for arm in arms
               if arm.figures is not None and arm.figures.effective_goodput is None]  # fmt: skip
     return tuple(found)
+
+
+def _free_snapshots(arms: Sequence[Arm], fitted: Sequence[Evidence]) -> list[str]:
+    """Arms whose predictions know no cost of a snapshot."""
+    if any(report.snapshots.committed for _, report in usable(fitted)):
+        return []
+    return [f"{arm.run}: none of the runs that costs were taken from took snapshots, so its prediction has them for nothing"
+            for arm in arms if arm.predicted is not None and arm.config is not None and arm.config.snapshot_interval_steps]  # fmt: skip

@@ -183,10 +183,14 @@ def breakdown(run: Walk) -> Breakdown:
     return Breakdown(**{name: run.spent.get(name, 0.0) for name in Breakdown.model_fields})
 
 
+def usable(runs: Sequence[Evidence]) -> list[tuple[Evidence, RunReport]]:
+    """Runs that costs can be taken from: complete ones that left whole event files."""
+    return [(run, run.report) for run in runs if run.report is not None and run.report.complete and run.whole]
+
+
 def fit(runs: Sequence[Evidence]) -> Costs | None:
-    """The costs of the parts, from runs that are complete and left whole event files; None where there is no run without
-    saves to take a step from."""
-    reports = [(run, run.report) for run in runs if run.report is not None and run.report.complete and run.whole]
+    """The costs of the parts, from the usable ones of ``runs``; None where there is no run without saves to take a step from."""
+    reports = usable(runs)
     bare = [report for _, report in reports if is_bare(report.config)]
     if not bare:
         return None

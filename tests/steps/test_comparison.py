@@ -113,6 +113,20 @@ def test_predictions_stand_beside_measurements(root: Path) -> None:
     assert make(root, *ALL).worst_prediction is None
 
 
+def test_snapshots_that_predictions_have_for_nothing_are_named(root: Path) -> None:
+    run = trained()
+    run.commit("snapshot")
+    leave(root, "snapshots", run, **BARE | {"snapshot_interval_steps": 1})
+
+    def named(*fit: str) -> list[str]:
+        found = make(root, *ALL, "snapshots", "--fit", ",".join(fit))
+        return [problem.split(":")[0] for problem in found.problems if "has them for nothing" in problem]
+
+    assert named("bare", "recipe") == ["best", "snapshots"]
+    assert named("bare", "recipe", "snapshots") == []
+    assert named("recipe") == []  # which gives no costs, so that nothing is predicted
+
+
 def test_every_number_names_its_event_files(root: Path) -> None:
     for arm in make(root, *ALL).arms:
         there = {path.name for path in RunPaths(root, arm.run).events.glob("*.jsonl")}

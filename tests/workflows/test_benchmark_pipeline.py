@@ -113,6 +113,13 @@ def test_repetitions_alternate() -> None:
     assert names[-5:] == ["arm-best-2", "arm-in-process-2", "arm-in-process-3", "arm-best-3", "report"]
 
 
+@pytest.mark.parametrize("table", arms.tables())
+def test_what_a_snapshot_costs_is_measured_where_one_is_taken(table: str) -> None:
+    experiments = arms.load(table)
+    taking = {name for name in experiments.names if experiments.config(name).snapshot_interval_steps}
+    assert not taking or taking & set(experiments.fit)
+
+
 def test_the_report_and_the_release_know_every_run() -> None:
     workflow = committed("laptop")
     names = [f"{{{{workflow.parameters.run-id}}}}-{name}" for name in arms.load("laptop").names]

@@ -52,6 +52,12 @@ DEFAULTS: dict[str, object] = {
 }  # fmt: skip
 
 
+SUM_TOLERANCE = 0.01
+"""Of the wall time: by how much the report's intervals may miss it."""
+MOST_OTHER = 0.02
+"""Of the wall time: what no other interval may explain."""
+
+
 class Hung(AssertionError):
     """A run that did not end by its deadline."""
 
@@ -164,6 +170,7 @@ class Training:
         assert sum(fault.injected for fault in analysis.faults) == faults, analysis.faults
         assert analysis.committed_steps_lost == 0
         assert (analysis.data_continuity.repeated, analysis.data_continuity.skipped) == (0, 0)
+        assert not unexplained(analysis), analysis.breakdown
 
     def injected(self) -> list[FaultReport]:
         """The report's faults, without what a busy machine may have added."""
@@ -183,6 +190,17 @@ class Training:
             ids = [index for key in sorted(trained[step]) for index in trained[step][key]]
             expected = sample_ids(self.config.seed, step, self.config.global_batch_size, samples)
             assert ids == expected, f"step {step}: {ids} instead of {expected}"
+
+
+def unexplained(analysis: Analysis) -> str:
+    """What is wrong with the intervals that the wall time is cut into, or nothing."""
+    wall, other = analysis.wall_seconds, analysis.breakdown.other
+    total = sum(analysis.breakdown.model_dump().values())
+    if abs(total - wall) > SUM_TOLERANCE * wall:
+        return f"intervals sum to {total:.2f} s of {wall:.2f} s"
+    if other > MOST_OTHER * wall:
+        return f"{other:.2f} s of {wall:.2f} s in no interval"
+    return ""
 
 
 def digest(checkpoint: Path) -> str:

@@ -144,6 +144,7 @@ def test_the_page_and_the_text_say_what_the_record_says(root: Path) -> None:
             assert arm.run in told and arm.label in told and percent(arm.figures.effective_goodput) in told
     tags = [tag for tag, _ in page.elements]
     assert not {"script", "link", "iframe", "img", "object", "embed", "base"} & set(tags)
+    assert html.count("<table") == html.count('<div class="scroll" tabindex="0"><table'), "a table that is too wide scrolls, by keys too"
     assert "http:" not in html and "https:" not in html
     assert "57.0%" in page.text and "57.0%" in text
 

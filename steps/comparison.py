@@ -409,8 +409,8 @@ def _problems(runs: Sequence[Evidence], arms: Sequence[Arm]) -> tuple[str, ...]:
 
 
 def _free_snapshots(arms: Sequence[Arm], fitted: Sequence[Evidence]) -> list[str]:
-    """Arms whose predictions know no cost of a snapshot."""
+    """Arms that take snapshots, where predictions know no cost of one."""
     if any(report.snapshots.committed for _, report in usable(fitted)):
         return []
-    return [f"{arm.run}: none of the runs that costs were taken from took snapshots, so its prediction has them for nothing"
-            for arm in arms if arm.predicted is not None and arm.config is not None and arm.config.snapshot_interval_steps]  # fmt: skip
+    taking = [arm.run for arm in arms if arm.predicted is not None and arm.config is not None and arm.config.snapshot_interval_steps]
+    return [f"{', '.join(taking)}: no run that costs were taken from took snapshots, so predictions have them for nothing"] if taking else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from steps.cluster import CONTAINER, LABEL_ATTEMPT
+from steps.cluster import CONTAINER, LABEL_ATTEMPT, LABEL_RUN, NAME
 from trainer.errors import FINAL_CODES, ExitCode, normalise
 
 Manifest = dict[str, Any]
@@ -177,6 +177,26 @@ def current(pods: Iterable[Manifest], node: int) -> Manifest | None:
     return max(found, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
 
 
+def run_of(workflow: Manifest) -> str:
+    """The run id of a Workflow of this project, nothing for another. It is a label from the moment that Argo first looks
+    at the Workflow, before it waits for the mutex; until then the argument says it."""
+    labels = workflow["metadata"].get("labels") or {}
+    if LABEL_RUN in labels or labels.get("app.kubernetes.io/name") != NAME:
+        return str(labels.get(LABEL_RUN, ""))
+    parameters = workflow["spec"].get("arguments", {}).get("parameters", [])
+    return next((str(p.get("value", "")) for p in parameters if p["name"] == "run-id"), "")
+
+
+def phase(workflow: Manifest) -> str:
+    """Pending (it waits for the mutex), Running or an end; nothing until Argo has looked at it."""
+    return str((workflow.get("status") or {}).get("phase") or "")
+
+
+def finished(workflow: Manifest) -> bool:
+    """Whether a Workflow is over, its exit handler included."""
+    return phase(workflow) in ("Succeeded", "Failed", "Error")
+
+
 def ending(workflow: Manifest | None, now: float) -> str:
     """Why the Workflow will not go on (it is being stopped, is past its deadline, deleted, or over), or nothing."""
     if workflow is None:
@@ -185,10 +205,9 @@ def ending(workflow: Manifest | None, now: float) -> str:
         return "the Workflow is being deleted"
     if shutdown := workflow.get("spec", {}).get("shutdown"):
         return f"the Workflow is being stopped ({shutdown})"
-    status = workflow.get("status") or {}
-    if status.get("phase") in ("Succeeded", "Failed", "Error"):
-        return f"the Workflow is over ({status['phase']})"
-    deadline, started = workflow.get("spec", {}).get("activeDeadlineSeconds"), status.get("startedAt")
+    if finished(workflow):
+        return f"the Workflow is over ({phase(workflow)})"
+    deadline, started = workflow.get("spec", {}).get("activeDeadlineSeconds"), (workflow.get("status") or {}).get("startedAt")
     if deadline and started:
         begun = datetime.fromisoformat(started.replace("Z", "+00:00")).timestamp()
         if now >= begun + float(deadline) - 1:

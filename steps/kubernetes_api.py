@@ -118,6 +118,13 @@ class ApiServer:
             "argoproj.io", "v1alpha1", self.namespace, "workflows", name,
         )  # fmt: skip
 
+    def workflows(self) -> list[Manifest]:
+        """Those that Argo has not called completed, of this project or not."""
+        return self._items(
+            "list workflows.argoproj.io", self.custom.list_namespaced_custom_object,
+            "argoproj.io", "v1alpha1", self.namespace, "workflows", label_selector="workflows.argoproj.io/completed!=true",
+        )  # fmt: skip
+
     def claim(self, name: str) -> Manifest | None:
         return self.call(
             "get persistentvolumeclaims", self.core.read_namespaced_persistent_volume_claim, name, self.namespace

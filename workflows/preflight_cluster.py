@@ -34,7 +34,7 @@ def checks(api: ApiServer, config: RunConfig, image: str, queue: str) -> Iterato
     yield from _identities(api)
     yield from _secrets(api, config)
     yield from _argo(api)
-    yield _run_id(api, config.run_id)
+    yield check_run_id(config.run_id, api.jobs(cluster.selector(config.run_id)), api.workflows())
     if image:
         yield check_image_on_nodes(nodes, image)
     if queue:
@@ -131,7 +131,11 @@ def check_image_on_nodes(nodes: list[Manifest], image: str) -> Finding:
     have = [n for n in nodes if any(image in (item.get("names") or []) for item in n["status"].get("images", []))]
     if len(have) == len(nodes) and nodes:
         return Finding("cluster", "image", "pass", f"{image} is on all {len(nodes)} nodes")
-    return Finding("cluster", "image", "pass", f"{image} is on {len(have)} of {len(nodes)} nodes; the others pull it")
+    fix = (
+        f"kubectl run pull --rm -i --restart=Never --image={image} -- --version: if it cannot, let the nodes' role read the "
+        "registry (AmazonEC2ContainerRegistryPullOnly), or give the service accounts imagePullSecrets"
+    )
+    return Finding("cluster", "image", "warn", f"{image} is on {len(have)} of {len(nodes)} nodes; the others must pull it", fix)
 
 
 # --- storage, identities, secrets ---
@@ -278,13 +282,19 @@ def check_argo(deployments: list[Manifest]) -> Finding:
     return Finding("cluster", "Argo", "pass", image)
 
 
-def _run_id(api: ApiServer, run_id: str) -> Finding:
-    jobs = [job for job in api.jobs(cluster.selector(run_id)) if job_state.living(job)]
-    if jobs:
-        text = f"run '{run_id}' is in use: Job {job_state.name(jobs[0])} is running"
-        return Finding(
-            "cluster", "run id", "warn", text, "another --run-id; with this one a submission waits, then attaches"
-        )
+def check_run_id(run_id: str, jobs: list[Manifest], workflows: list[Manifest]) -> Finding:
+    """Whether something is at work on the run: a Workflow that is not over (it may still download, or wait for another),
+    or a Job that goes on without one."""
+    busy = [w for w in workflows if job_state.run_of(w) == run_id and not job_state.finished(w)]
+    if busy:
+        phase = job_state.phase(busy[0]) or "not begun"
+        text = f"run '{run_id}' is in use: Workflow {job_state.name(busy[0])} is {phase}"
+        fix = "another --run-id; with this one a submission waits for its end, then goes on from there"
+        return Finding("cluster", "run id", "warn", text, fix)
+    living = [job for job in jobs if job_state.living(job)]
+    if living:
+        text = f"run '{run_id}' is in use: Job {job_state.name(living[0])} is running, and no Workflow"
+        return Finding("cluster", "run id", "warn", text, "another --run-id; with this one a submission attaches to the Job")
     return Finding("cluster", "run id", "pass", f"'{run_id}' has nothing running")
 
 

@@ -114,12 +114,8 @@ def run_stage(title: str, steps: list[Step], execute: bool, limit_seconds: float
 
 def workflow_steps(api: ApiServer, run_id: str) -> list[Step]:
     """Stop the Workflows that are not over; their exit handlers release what their runs hold."""
-    listed = api.call(
-        "list workflows.argoproj.io", api.custom.list_namespaced_custom_object, *WORKFLOWS, api.namespace, "workflows",
-        label_selector=f"app.kubernetes.io/name={NAME}",
-    )  # fmt: skip
-    running = [w for w in (listed or {}).get("items", []) if not _over(w) and run_id in ("", _run_of(w))]
-    return [_stop(api, job_state.name(workflow), _run_of(workflow)) for workflow in running]
+    found = [(job_state.run_of(w), job_state.name(w)) for w in api.workflows() if not job_state.finished(w)]
+    return [_stop(api, name, run) for run, name in found if run and run_id in ("", run)]
 
 
 def _stop(api: ApiServer, name: str, run_id: str) -> Step:
@@ -131,19 +127,9 @@ def _stop(api: ApiServer, name: str, run_id: str) -> Step:
 
     def gone() -> bool:
         workflow = api.workflow(name)
-        return workflow is None or _over(workflow)
+        return workflow is None or job_state.finished(workflow)
 
     return Step(f"Workflow {name} of run '{run_id}' from the running ones (stop)", act, gone)
-
-
-def _over(workflow: Manifest) -> bool:
-    return (workflow.get("status") or {}).get("phase") in ("Succeeded", "Failed", "Error")
-
-
-def _run_of(workflow: Manifest) -> str:
-    """The run id that a Workflow was submitted with."""
-    parameters = workflow["spec"].get("arguments", {}).get("parameters", [])
-    return next((str(p.get("value", "")) for p in parameters if p["name"] == "run-id"), "")
 
 
 def job_steps(api: ApiServer, run_id: str) -> list[Step]:

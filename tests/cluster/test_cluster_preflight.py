@@ -107,6 +107,31 @@ def test_gpus_that_are_not_there_are_counted(space: ApiServer, capsys: pytest.Ca
     assert found["nodes"]["detail"].startswith("0 ready of p5.48xlarge, 2 asked for")
 
 
+def test_a_workflow_that_has_not_made_a_job_yet_holds_its_run(
+    space: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Suspended, so that it starts no pod: as long as it is not over, its run is in use."""
+    document = yaml.safe_load((PROJECT / "templates" / "training.yaml").read_text())
+    document["metadata"]["name"] = "early"
+    del document["metadata"]["generateName"]
+    document["spec"]["suspend"] = True
+    for item in document["spec"]["arguments"]["parameters"]:
+        item["value"] = {"run-id": "early", "image": "absent.example/none:1"}.get(item["name"], item["value"])
+    apply(document, namespace=space.namespace)
+    try:
+        _, found = run_preflight(space, capsys, "--run-id", "early")
+        assert (found["run id"]["status"], "Workflow early is" in found["run id"]["detail"]) == ("warn", True)
+        _, found = run_preflight(space, capsys, "--run-id", "another")
+        assert found["run id"]["status"] == "pass"
+    finally:
+        command("kubectl", "delete", "workflow", "-n", space.namespace, "early")
+
+
+def test_an_image_that_no_node_has_is_a_warning(space: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = run_preflight(space, capsys, "--image", "absent.example/none:1")
+    assert found["image"]["status"] == "warn"
+
+
 def test_a_queue_that_is_not_there(space: ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
     _, found = run_preflight(space, capsys, "--queue", "absent")
     assert found["queue"]["status"] == "fail"

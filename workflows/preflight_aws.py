@@ -47,6 +47,11 @@ class Account:
         config = Config(connect_timeout=5, read_timeout=20, retries={"max_attempts": 3, "mode": "standard"})
         return self.session.client(service, config=config)
 
+    def every(self, service: str, operation: str, key: str, **arguments: Any) -> Iterator[Any]:
+        """What an operation lists under ``key``, page after page."""
+        for page in self.client(service).get_paginator(operation).paginate(**arguments):
+            yield from page[key]
+
 
 def checks(account: Account, config: RunConfig, node_zones: set[str], nodes_ready: int) -> Iterator[Finding]:
     """All of them. ``node_zones`` and ``nodes_ready`` are what the cluster said of the profile's nodes, if it was asked."""
@@ -131,7 +136,7 @@ def _zones_of_groups(account: Account, profile: Profile, zones: set[str]) -> lis
     """Add to ``zones`` those in which node groups of the profile's instance type start nodes. Only errors are findings."""
     eks = account.client("eks")
     subnets: set[str] = set()
-    for name in eks.list_nodegroups(clusterName=account.cluster)["nodegroups"]:
+    for name in account.every("eks", "list_nodegroups", "nodegroups", clusterName=account.cluster):
         group = eks.describe_nodegroup(clusterName=account.cluster, nodegroupName=name)["nodegroup"]
         if profile.instance_type in group.get("instanceTypes", []):
             subnets |= set(group["subnets"])

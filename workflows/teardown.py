@@ -12,6 +12,9 @@ mounted. So:
 
 With ``--run-id`` only 1 and 2, of that run. Nothing is changed without ``--execute``. Every stage looks at what is there
 now, so that a teardown that was interrupted, or gave up waiting, is simply run again.
+
+What is broken does not keep the rest: Workflows that nobody ends, since Argo's controller is dead, are left marked to stop
+before 2; without an API server 1 to 3 are skipped, and 4 and 5 ask AWS alone. Either ends with 69 and says what is left.
 """
 
 from __future__ import annotations
@@ -31,6 +34,15 @@ from workflows.preflight_aws import Account
 POLL_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
 WORKFLOWS = ("argoproj.io", "v1alpha1")
+
+NO_CONTROLLER = (
+    "they are marked to stop; going on, since a supervisor whose Job is deleted ends. Argo's controller must run to end "
+    "them: kubectl -n argo rollout restart deployment workflow-controller"
+)
+NO_API_SERVER = (
+    "what is in the cluster stays as it is, and what runs on the node groups' nodes is cut off at its newest checkpoint. "
+    "If the API server comes back, run teardown again before nodes are started: Jobs would go on there"
+)
 
 
 @dataclass(frozen=True)
@@ -64,49 +76,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Go through the stages; ``UnavailableError`` (69) names what was not gone in time, and the rest is not begun."""
+    """Go through the stages; ``UnavailableError`` (69) names what was not gone in time, or who did not answer."""
     if args.run_id and args.cluster:
         raise ConfigurationError("--run-id: other runs may use the node groups; give --cluster without it")
     api = ApiServer(args.namespace, PATIENCE_SECONDS)
-    stages: list[tuple[str, Callable[[], list[Step]]]] = [
-        ("workflows", lambda: workflow_steps(api, args.run_id)),
-        ("jobs and services", lambda: job_steps(api, args.run_id)),
-    ]
-    if not args.run_id:
-        stages.append(("claim and volume", lambda: claim_steps(api)))
-    account = Account(args.cluster, "", "", args.region)
+    undone = no_answer(api) if args.cluster else ""
+    if undone:
+        print(f"1. to 3. workflows, jobs and services, claim and volume: skipped\n   {undone}\n   {NO_API_SERVER}")
+    else:
+        undone = clear_cluster(api, args)
     if args.cluster:
-        stages.append(("node groups", lambda: group_steps(account)))
-    for number, (title, plan) in enumerate(stages, 1):
-        run_stage(f"{number}. {title}", plan(), args.execute, args.stage_seconds)
-    if args.cluster:
-        show_left(left(account), len(stages) + 1)
+        account = Account(args.cluster, "", "", args.region)
+        run_stage("4. node groups", group_steps(account), args.execute, args.stage_seconds)
+        show_left(left(account), 5)
     if not args.execute:
         print("nothing was changed; --execute does it")
+    if undone:
+        raise UnavailableError(undone)
     return int(ExitCode.DONE)
 
 
-def run_stage(title: str, steps: list[Step], execute: bool, limit_seconds: float) -> None:
-    """Do all of a stage's steps, then wait until every one is gone."""
+def no_answer(api: ApiServer) -> str:
+    """Why the API server cannot be asked anything; nothing if it can."""
+    try:
+        api.call("get version", api.client("VersionApi").get_code)
+    except UnavailableError as error:
+        return str(error)
+    return ""
+
+
+def clear_cluster(api: ApiServer, args: argparse.Namespace) -> str:
+    """What runs left in the cluster. Returns what is still there although all stages were gone through."""
+    how = (args.execute, args.stage_seconds)
+    undone = run_stage("1. workflows", workflow_steps(api, args.run_id), *how, otherwise=NO_CONTROLLER)
+    run_stage("2. jobs and services", job_steps(api, args.run_id), *how)
+    if not args.run_id:
+        run_stage("3. claim and volume", claim_steps(api), *how)
+    return undone
+
+
+def run_stage(title: str, steps: list[Step], execute: bool, limit_seconds: float, otherwise: str = "") -> str:
+    """Do all of a stage's steps, then wait until every one is gone.
+
+    What is not gone in time is an ``UnavailableError``; with ``otherwise``, which says why the next stage is safe all the
+    same, it is printed and returned.
+    """
     if not steps:
         print(f"{title}: nothing to do")
-        return
+        return ""
     print(f"{title}:")
     for step in steps:
         print(f"   {'removing' if execute else 'would remove'} {step.what}", flush=True)
         if execute:
             step.act()
     if not execute:
-        return
+        return ""
     deadline = time.monotonic() + limit_seconds
     waiting = steps
     while waiting := [step for step in waiting if not step.gone()]:
         if time.monotonic() > deadline:
             names = ", ".join(step.what for step in waiting)
-            raise UnavailableError(
-                f"not gone after {limit_seconds:.0f} s: {names}; look at its events, then run teardown again"
-            )
+            problem = f"not gone after {limit_seconds:.0f} s: {names}; look at its events, then run teardown again"
+            if not otherwise:
+                raise UnavailableError(problem)
+            print(f"   {problem}\n   {otherwise}", flush=True)
+            return problem
         time.sleep(POLL_SECONDS)
+    return ""
 
 
 # --- the cluster ---
@@ -204,7 +240,7 @@ def group_steps(account: Account) -> list[Step]:
     eks = account.client("eks")
     ours = {profile.instance_type for profile in PROFILES.values() if profile.instance_type}
     steps = []
-    for name in eks.list_nodegroups(clusterName=account.cluster)["nodegroups"]:
+    for name in account.every("eks", "list_nodegroups", "nodegroups", clusterName=account.cluster):
         group = eks.describe_nodegroup(clusterName=account.cluster, nodegroupName=name)["nodegroup"]
         scaling = group["scalingConfig"]
         if ours & set(group.get("instanceTypes", [])) and (scaling["minSize"] or scaling["desiredSize"]):
@@ -232,13 +268,13 @@ def _scale(account: Account, group: str, scaling: dict[str, int]) -> Step:
 def left(account: Account) -> list[Left]:
     """What costs money or holds data still, and how its owner deletes it, in the order that works."""
     items = []
-    for system in account.client("fsx").describe_file_systems()["FileSystems"]:
+    for system in account.every("fsx", "describe_file_systems", "FileSystems"):
         if system["FileSystemType"] == "LUSTRE":
             tags = {tag["Key"]: tag["Value"] for tag in system.get("Tags", [])}
             text = f"FSx file system {system['FileSystemId']}, {system['StorageCapacity']} GiB, with its data"
             command = f"aws fsx delete-file-system --file-system-id {system['FileSystemId']}"
             items.append(Left(text, _owner(tags) or command))
-    for repository in account.client("ecr").describe_repositories()["repositories"]:
+    for repository in account.every("ecr", "describe_repositories", "repositories"):
         name = repository["repositoryName"]
         if name.split("/")[-1].startswith(NAME):
             items.append(Left(f"ECR repository {name}", f"aws ecr delete-repository --force --repository-name {name}"))

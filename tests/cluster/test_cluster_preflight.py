@@ -18,7 +18,7 @@ from steps.kubernetes import KubernetesLauncher, KubernetesOptions
 from steps.kubernetes_api import ApiServer
 from steps.launcher import Launch
 from trainer.config import OneLineParser, RunConfig
-from trainer.errors import ConfigurationError, DeniedError
+from trainer.errors import ConfigurationError, DeniedError, UnavailableError
 from trainer.paths import RunPaths
 from workflows import preflight, teardown
 
@@ -110,14 +110,7 @@ def test_gpus_that_are_not_there_are_counted(space: ApiServer, capsys: pytest.Ca
 def test_a_workflow_that_has_not_made_a_job_yet_holds_its_run(
     space: ApiServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Suspended, so that it starts no pod: as long as it is not over, its run is in use."""
-    document = yaml.safe_load((PROJECT / "templates" / "training.yaml").read_text())
-    document["metadata"]["name"] = "early"
-    del document["metadata"]["generateName"]
-    document["spec"]["suspend"] = True
-    for item in document["spec"]["arguments"]["parameters"]:
-        item["value"] = {"run-id": "early", "image": "absent.example/none:1"}.get(item["name"], item["value"])
-    apply(document, namespace=space.namespace)
+    apply(unattended("early"), namespace=space.namespace)
     try:
         _, found = run_preflight(space, capsys, "--run-id", "early")
         assert (found["run id"]["status"], "Workflow early is" in found["run id"]["detail"]) == ("warn", True)
@@ -251,6 +244,38 @@ def test_teardown_of_one_run_takes_that_run_only_and_a_dry_run_takes_nothing(
     assert shown.index("removing Job holdfast-two-1") < shown.index(f"removing claim {cluster.CLAIM}")
     assert space.jobs("") == []
     assert space.claim(cluster.CLAIM) is None
+
+
+def test_teardown_goes_on_to_the_jobs_of_a_workflow_that_nobody_ends(
+    space: ApiServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grant(space)
+    apply(claim(), unattended("unattended"), namespace=space.namespace)
+    one = launch("unattended", nodes=1)
+    KubernetesLauncher(one.config, KubernetesOptions(image="absent.example/none:1"), space).start(one)
+    parser = argparse.ArgumentParser()
+    teardown.add_arguments(parser)
+    words = ["--namespace", space.namespace, "--run-id", "unattended", "--execute"]
+    try:
+        with pytest.raises(UnavailableError, match="not gone after 20 s: Workflow unattended"):
+            teardown.main(parser.parse_args([*words, "--stage-seconds", "20"]))
+        assert "removing Job holdfast-unattended-1" in capsys.readouterr().out
+        assert space.jobs(cluster.selector("unattended")) == []
+        assert space.workflow("unattended")["spec"]["shutdown"] == "Stop"  # type: ignore[index]
+    finally:
+        command("kubectl", "delete", "workflow", "-n", space.namespace, "unattended")
+    assert teardown.main(parser.parse_args([*words, "--stage-seconds", "20"])) == 0
+
+
+def unattended(run_id: str) -> dict[str, Any]:
+    """The committed Workflow for another controller's instance: to this cluster's it is as if there were no controller."""
+    document: dict[str, Any] = yaml.safe_load((PROJECT / "templates" / "training.yaml").read_text())
+    del document["metadata"]["generateName"]
+    document["metadata"]["name"] = run_id
+    document["metadata"]["labels"]["workflows.argoproj.io/controller-instanceid"] = "nobody"
+    for item in document["spec"]["arguments"]["parameters"]:
+        item["value"] = run_id if item["name"] == "run-id" else item["value"]
+    return document
 
 
 def claim() -> dict[str, Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import socket
+import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.errors import ConfigurationError, UnavailableError
 from workflows import teardown
@@ -89,6 +93,59 @@ def test_what_a_tool_owns_is_listed_with_that_tools_command_and_stays(account: A
     kinds = [what.split()[0] for what in items]
     assert kinds == sorted(kinds, key=["FSx", "ECR", "EKS"].index), "the order that does not hang"
     assert len(account.client("fsx").describe_file_systems()["FileSystems"]) == 2
+
+
+def test_a_listing_goes_on_after_its_first_page(account: Account) -> None:
+    one = {"PaginationConfig": {"PageSize": 1}}
+    groups = account.every("eks", "list_nodegroups", "nodegroups", clusterName="train", **one)
+    assert list(groups) == ["gpu", "small", "system"]
+    assert len(list(account.every("fsx", "describe_file_systems", "FileSystems", **one))) == 2
+    assert len(account.client("eks").list_nodegroups(clusterName="train", maxResults=1)["nodegroups"]) == 1
+
+
+def test_without_an_api_server_the_aws_half_is_done_and_the_other_named(
+    account: Account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    kubeconfig = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "x", "users": [{"name": "x", "user": {}}],
+        "clusters": [{"name": "x", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
+    }  # fmt: skip
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(kubeconfig))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr(teardown, "PATIENCE_SECONDS", 1.0)
+    account.client("eks").update_nodegroup_config(
+        clusterName="train", nodegroupName="gpu", scalingConfig={"minSize": 0, "maxSize": 4, "desiredSize": 2}
+    )
+    parser = argparse.ArgumentParser()
+    teardown.add_arguments(parser)
+    arguments = ["--cluster", "train", "--region", REGION, "--stage-seconds", "30"]
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match="did not answer for 1 s"):
+        teardown.main(parser.parse_args(arguments))
+    assert sizes(account)["gpu"] == 2, "not told to"
+    with pytest.raises(UnavailableError, match="did not answer for 1 s"):
+        teardown.main(parser.parse_args([*arguments, "--execute"]))
+    assert time.monotonic() - started < 60
+    assert sizes(account) == {"gpu": 0, "small": 0, "system": 2}
+    shown = capsys.readouterr().out
+    assert "claim and volume: skipped" in shown
+    assert "run teardown again before nodes are started" in shown
+    assert "5. left to its owner" in shown
+    with pytest.raises(UnavailableError, match="list workflows"):  # there is no other half to do
+        teardown.main(parser.parse_args(["--execute"]))
+
+
+def test_a_stage_that_the_next_need_not_wait_for_says_so_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    stuck = Step("Workflow that nobody ends", lambda: None, lambda: False)
+    left = teardown.run_stage("1. workflows", [stuck], True, 0, otherwise=teardown.NO_CONTROLLER)
+    assert left.startswith("not gone after 0 s: Workflow that nobody ends;")
+    shown = capsys.readouterr().out
+    assert left in shown
+    assert "rollout restart deployment workflow-controller" in shown
 
 
 def test_a_stage_that_does_not_end_is_given_up_in_bounded_time_and_names_what_is_left() -> None:

@@ -43,9 +43,7 @@ compile: $(READY) ## write templates/*.yaml from workflows/
 	$(RUN) compile
 
 cluster-test: $(READY) ## the drills on a real Kubernetes with Argo Workflows (KUBECONFIG)
-	@echo "needs a Kubernetes with Argo Workflows (KUBECONFIG), argo and kubectl on PATH, and in HOLDFAST_TEST_IMAGE the image"
-	@echo "of docs/eks.md, pullable by the nodes; without the claim holdfast-fsx also HOLDFAST_TEST_HOSTPATH, a directory all"
-	@echo "nodes see; HOLDFAST_TEST_ARGO_SERVER adds the tests of run.py submit. What is missing is skipped with the reason."
+	@sed -n '3,/^"""/{/^"""/!p}' tests/cluster/cluster_support.py
 	$(PYTEST) -v -rs -m cluster tests/cluster tests/workflows
 
 drills: $(READY) ## the long fault drills, up to an hour

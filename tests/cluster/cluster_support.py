@@ -1,16 +1,34 @@
 """What the tests on a real cluster share: submitting the committed pipeline, watching it, and disturbing it.
 
-What they need comes from the environment, so that they run against EKS, kind or a cluster on one machine:
+The tests need argo and kubectl on PATH, and from the environment, so that they run on EKS, kind or a cluster on one machine
+(what is missing is skipped with the reason; `make cluster-test` prints this):
 
     KUBECONFIG                 an API server with Argo Workflows; the context's namespace is used
-    HOLDFAST_TEST_IMAGE        the project's image, pullable by the nodes
+    HOLDFAST_TEST_IMAGE        the project's image (docs/eks.md, section 5), pullable by the nodes
     HOLDFAST_TEST_NAMESPACE    another namespace than the context's
-    HOLDFAST_TEST_HOSTPATH     where there is no claim holdfast-fsx yet: a directory that all nodes see, to make one of
-    HOLDFAST_CLUSTER_KIT       a program that disturbs nodes: `freeze|thaw kubelet-I`, `kill|start workflow-controller`,
-                               `cut|mend POD`; the drills that need it are skipped without it
+    HOLDFAST_TEST_HOSTPATH     where there is no claim holdfast-fsx yet: a directory to make one of, that all nodes see and
+                               user 1000 may write
+    HOLDFAST_TEST_ARGO_SERVER  http(s) address of an Argo server, for the tests of run.py submit
+    HOLDFAST_CLUSTER_KIT       a program that stops, kills or freezes what runs the nodes: `freeze|thaw kubelet-I`,
+                               `kill|start workflow-controller`, `cut|mend POD`; the drills that need it are skipped without
     HOLDFAST_TEST_ARGO_METRICS where the controller's metrics are (https://.../metrics), to be looked at in one test
-    HOLDFAST_DRILLS_TABLE      a file to write the table of outcomes to
+    HOLDFAST_DRILLS_TABLE      a file to write the table of outcomes to (benchmarks/cluster-drills.md)
     HOLDFAST_TEST_PATIENCE     a factor for every wait and bound [1]: a machine that is busy with other things is slower
+
+A cluster: on EKS by docs/eks.md, sections 1 to 5; or on one machine with kind (two workers that share
+a directory) and Argo's quick-start manifest:
+
+    mkdir -p /var/tmp/holdfast && chmod 777 /var/tmp/holdfast
+    worker='{role: worker, extraMounts: [{hostPath: /var/tmp/holdfast, containerPath: /var/lib/holdfast}]}'
+    echo "{kind: Cluster, apiVersion: kind.x-k8s.io/v1alpha4, nodes: [{role: control-plane}, $worker, $worker]}" |
+        kind create cluster --config -
+    docker build -t holdfast:test . && kind load docker-image holdfast:test
+    kubectl create namespace argo && kubectl create namespace holdfast
+    kubectl apply -n argo --server-side -f \
+        https://github.com/argoproj/argo-workflows/releases/download/v4.0.5/quick-start-minimal.yaml
+    kubectl -n argo patch deployment workflow-controller --patch-file templates/cluster/argo-controller.yaml
+    make cluster-test HOLDFAST_TEST_IMAGE=holdfast:test HOLDFAST_TEST_NAMESPACE=holdfast \
+        HOLDFAST_TEST_HOSTPATH=/var/lib/holdfast
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,19 @@ def test_the_network_policy_selects_the_training_pods() -> None:
     policy = found("NetworkPolicy", "holdfast-training")
     labels = cluster.job(launch(), PLACEMENT)["spec"]["template"]["metadata"]["labels"]
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_network_policies_mean_something_on_eks_and_select_the_steps_of_every_committed_pipeline() -> None:
+    (selected,) = found("NetworkPolicy", "holdfast-steps")["spec"]["podSelector"]["matchExpressions"]
+    assert selected["operator"] == "In"
+    pipelines = [yaml.safe_load(path.read_text()) for path in PREREQUISITES.parent.glob("*.yaml")]
+    assert {item["spec"]["podMetadata"]["labels"][selected["key"]] for item in pipelines} == set(selected["values"])
+    addons = {addon["name"]: addon for addon in found("ClusterConfig", "CLUSTER")["addons"]}
+    assert json.loads(addons["vpc-cni"]["configurationValues"]) == {"enableNetworkPolicy": "true"}
+
+
+def test_no_taint_keeps_the_efa_device_plugin_off_the_nodes_that_have_efa() -> None:
+    """The one that eksctl installs tolerates these two keys and no other."""
+    for group in found("ClusterConfig", "CLUSTER")["managedNodeGroups"]:
+        taints = {taint["key"] for taint in group.get("taints", [])}
+        assert not group.get("efaEnabled") or taints <= {"CriticalAddonsOnly", "aws.amazon.com/efa"}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from steps.cluster import HUB_SECRET
 from steps.documents import TextFile, supported
 from steps.progress import ByteProgress
 from steps.shards import file_sha256
@@ -21,6 +22,7 @@ from trainer.errors import ConfigurationError, DataError, DeniedError, Unavailab
 
 ADDRESS = re.compile(r"^datasets/(?P<repository>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<glob>.*))?$")
 SECONDS = 30.0
+TOKEN = f"HF_TOKEN (on a cluster the key 'token' of secret {HUB_SECRET})"
 TRANSPORTS = ("requests", "urllib3", "httpx", "httpx2", "httpcore", "httpcore2")
 """What huggingface_hub speaks HTTP with, by version; their errors have no common class."""
 
@@ -128,9 +130,9 @@ def _translated(where: str) -> Iterator[None]:
     try:
         yield
     except hub.GatedRepoError:
-        raise DeniedError(f"{where}: the dataset is gated; accept its terms on the hub and give HF_TOKEN") from None
+        raise DeniedError(f"{where}: the dataset is gated; accept its terms on the hub and give {TOKEN}") from None
     except hub.RepositoryNotFoundError:
-        raise ConfigurationError(f"{where}: no such dataset, or a private one that HF_TOKEN may not read") from None
+        raise ConfigurationError(f"{where}: no such dataset, or a private one that {TOKEN} may not read") from None
     except hub.RevisionNotFoundError:
         raise ConfigurationError(f"{where}: the dataset has no such revision") from None
     except hub.HFValidationError as error:
@@ -139,7 +141,7 @@ def _translated(where: str) -> Iterator[None]:
         status = error.response.status_code
         if status in (401, 403):
             raise DeniedError(
-                f"{where}: the hub denies access ({status}); give HF_TOKEN a token that may read it"
+                f"{where}: the hub denies access ({status}); {TOKEN} must be one that may read it"
             ) from None
         raise UnavailableError(f"{where}: the hub answered {status}; run again") from None
     except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:

@@ -173,9 +173,13 @@ def test_the_token_comes_from_the_environment(tmp_path: Path, hub: Hub) -> None:
         env["HF_HOME"] = str(tmp_path / "home")
         uri = "hf://datasets/owner/name/extra/*"
         denied = download(tmp_path, uri, env=env)
-        refused(denied, 64, "no such dataset, or a private one that HF_TOKEN may not read")
+        secret = "HF_TOKEN (on a cluster the key 'token' of secret holdfast-hub)"
+        refused(denied, 64, f"no such dataset, or a private one that {secret} may not read")
         hub.gated = True
-        refused(download(tmp_path, uri, env=env), 77, "gated", "HF_TOKEN")
+        refused(download(tmp_path, uri, env=env), 77, "gated", secret)
+        hub.status = 403
+        refused(download(tmp_path, uri, env=env), 77, "denies access (403)", secret)
+        hub.status = 0
         nothing_made(tmp_path)
         done = download(tmp_path, uri, env=env | {"HF_TOKEN": hub.token})
         assert done.returncode == 0, done.stderr

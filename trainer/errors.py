@@ -6,15 +6,16 @@ and the layer above (a Job's pod failure policy, an Argo retry expression) reads
     PipelineError
     |-- ConfigurationError   64  the user's configuration is wrong
     |-- DataError            65  data or checkpoint is corrupt and there is no older one
-    |-- UnavailableError     69  a service did not answer (S3, hub, API server, mount)
+    |-- UnavailableError     69  a service did not answer (S3, hub, API server, mount), or a disk is full
     |-- DefectError          70  a defect of ours
     |-- StoppedError         75  stopped by the infrastructure after progress; a new attempt resumes
     |-- NoProgressError      76  restarts in a row advanced nothing
-    `-- DeniedError          77  permission denied
+    `-- DeniedError          77  permission denied, or a read-only file system
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -80,32 +81,47 @@ class DeniedError(PipelineError):
     exit_code = ExitCode.DENIED
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+AWAY = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN})
+"""What a mount says whose server does not answer."""
+
+
+def foreseen(error: BaseException) -> PipelineError | None:
+    """``error`` in the contract's words: one of ours, or what a file system says that is full, away or not ours to write.
+    ``None`` for anything else, which is a defect."""
+    if isinstance(error, PipelineError):
+        return error
+    if not isinstance(error, OSError):
+        return None
+    what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if error.errno in FULL:
+        return UnavailableError(f"{what}; make room or raise the quota, and the same command goes on")
+    if error.errno in AWAY:
+        return UnavailableError(f"{what}; see that its server answers and it is mounted, and the same command goes on")
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return DeniedError(f"permission denied: {what}; see who may write there, and how it is mounted")
+    return None
+
+
 def code_of(error: BaseException) -> int:
     """The exit code that stands for ``error``; what is not ours and not foreseen is a defect (70)."""
-    if isinstance(error, PipelineError):
-        return int(error.exit_code)
-    if isinstance(error, PermissionError):
-        return int(ExitCode.DENIED)
     if isinstance(error, KeyboardInterrupt):
         return 130
-    return int(ExitCode.DEFECT)
+    return int((foreseen(error) or DefectError()).exit_code)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Run a process entry: its exceptions become one line on standard error and the contract's exit code."""
     try:
         code = main()
-    except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = code_of(error)
-    except PermissionError as error:
-        print(f"error: permission denied: {error.filename or error}", file=sys.stderr)
-        code = code_of(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
     except Exception as error:
-        traceback.print_exc()
-        print(f"error: a defect in this program ({type(error).__name__}: {error}); please report it", file=sys.stderr)
-        code = code_of(error)
+        message = foreseen(error)
+        if message is None:
+            traceback.print_exc()
+            message = DefectError(f"a defect in this program ({type(error).__name__}: {error}); please report it")
+        print(f"error: {message}", file=sys.stderr)
+        code = int(message.exit_code)
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -45,8 +46,11 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # (of a mount that is away: what went wrong first is to be said)
+            temporary.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)  # (a write names no file)
         raise
     fsync_directory(path.parent)
 

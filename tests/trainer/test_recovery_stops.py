@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -80,3 +81,16 @@ def test_a_root_that_cannot_be_written_is_refused_before_the_run(trainer: Traine
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True, timeout=10)
         with pytest.raises(DeniedError, match=r"--root .* cannot be written: Read-only file system"):
             train.main(trainer.arguments(tmp_path, root=tmp_path / "disk"))
+
+
+@root_only
+def test_a_supervisor_on_a_full_disk_is_tried_again_and_goes_on_once_there_is_room(trainer: Trainer, tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    values = {"root": root, "gpus_per_node": 1, "max_steps": 2, "warmup_steps": 1, "fault_first_step": 1, "snapshot_interval_steps": 0}
+    with mounted(root, "size=64m"):
+        room = os.statvfs(root)
+        (root / "ballast").write_bytes(b"\1" * (room.f_bavail * room.f_frsize))
+        refused = trainer.run(tmp_path, code=69, **values)
+        assert f"error: {refused.paths.record}: No space left on device; make room" in refused.output
+        (root / "ballast").unlink()
+        trainer.run(tmp_path, **values)

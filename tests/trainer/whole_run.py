@@ -265,9 +265,9 @@ class Trainer:
             argv += [flag(name), to_text(value)]
         return argv
 
-    def run(self, root: Path, run_id: str = "drill", *, deadline: float = DEADLINE, code: int = 0, **values: object) -> Training:
+    def run(self, folder: Path, run_id: str = "drill", *, deadline: float = DEADLINE, code: int = 0, **values: object) -> Training:
         """A run to its end, which must come in time and with ``code``."""
-        training = self.start(root, run_id, **values)
+        training = self.start(folder, run_id, **values)
         ended = training.wait(deadline)
         assert ended == code, f"ended with {ended}, not {code}:\n{training.describe()}"
         return training

@@ -46,6 +46,10 @@ STATE_BYTES_PER_PARAMETER = 16
 """fp32 weights, gradients and the two AdamW moments, all of them sharded over the ranks."""
 SAVED_BYTES_PER_PARAMETER = 12
 """What a checkpoint holds of it: everything but the gradients."""
+SNAPSHOT_COPIES = 2
+"""Generations that a rank keeps in its own node's memory (``trainer.checkpointing.snapshots``)."""
+REPLICA_COPIES = 3
+"""What a peer holds of them: the two it keeps, and one that is arriving (``trainer.checkpointing.replicas``)."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +190,17 @@ def gpu_bytes_needed(config: RunConfig, shape: ModelShape) -> int:
     return math.ceil(state + 2 * max(layer, embedding) + activations + logits)
 
 
-def snapshot_bytes_needed(config: RunConfig, shape: ModelShape) -> int:
-    """/dev/shm of one node in bytes: two generations of its shards (fp32 weights and moments), copies for a peer too."""
+def snapshot_bytes_of_run(config: RunConfig, parameters: int) -> int:
+    """Memory-backed storage of all nodes together in bytes: the generations of every shard, and their copies on a peer."""
     if not config.snapshot_interval_steps:
         return 0
-    return math.ceil(2 * (1 + config.snapshot_replicas) * SAVED_BYTES_PER_PARAMETER * shape.parameters / config.nodes)
+    replicas = config.snapshot_replicas if config.nodes > 1 else 0
+    return SAVED_BYTES_PER_PARAMETER * parameters * (SNAPSHOT_COPIES + REPLICA_COPIES * replicas)
+
+
+def snapshot_bytes_needed(config: RunConfig, shape: ModelShape) -> int:
+    """/dev/shm of one node in bytes."""
+    return math.ceil(snapshot_bytes_of_run(config, shape.parameters) / config.nodes)
 
 
 def check(config: RunConfig, placement: Placement, shape: ModelShape | None = None) -> Profile:
@@ -215,7 +225,7 @@ def check(config: RunConfig, placement: Placement, shape: ModelShape | None = No
     shm = placement.shm_gib or profile.shm_gib
     if (snapshot := snapshot_bytes_needed(config, shape)) > shm * GIB:
         raise ConfigurationError(
-            f"--snapshot-interval-steps: two generations of {config.model} take {snapshot / GIB:.1f} GiB of each node's "
+            f"--snapshot-interval-steps: the snapshots of {config.model} take {snapshot / GIB:.1f} GiB of each node's "
             f"/dev/shm, which has {shm} GiB; use more nodes, or 0 to turn the node-local tier off"
         )
     return profile

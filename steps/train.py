@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from steps import progress
+from steps.cluster import snapshot_bytes_of_run
 from steps.launcher import Launch, Launcher, NodeLost
 from trainer import environment
 from trainer.config import TRAJECTORY_FIELDS, OneLineParser, RunConfig, add_flags, flag, from_namespace
@@ -63,21 +64,23 @@ def check(config: RunConfig, dataset: Path) -> DatasetManifest:
 
 
 def check_snapshots(config: RunConfig, vocabulary_size: int) -> None:
-    """The node-local tier must fit: two generations of 12 bytes a parameter, over the processes of a node."""
+    """The node-local tier must fit into this machine's memory, which all local nodes share. What an earlier attempt
+    of the run left there is written over, so it counts as free."""
     if not config.snapshot_interval_steps or config.launcher == "kubernetes" or environment.in_cluster():
         return
     from trainer.model import model_config, parameter_count
 
-    needed = 2 * 12 * parameter_count(model_config(config.model, vocabulary_size)) // config.nodes
+    needed = snapshot_bytes_of_run(config, parameter_count(model_config(config.model, vocabulary_size)))
     try:
         system = os.statvfs(config.snapshot_root)
     except OSError as error:
         raise ConfigurationError(f"--snapshot-root {config.snapshot_root}: {error.strerror}") from None
-    free = system.f_bavail * system.f_frsize
-    if free < needed:
+    own = RunPaths(config.root, config.run_id).snapshots(config.snapshot_root, 0).parent
+    room = system.f_bavail * system.f_frsize + sum(path.stat().st_blocks * 512 for path in own.glob("node-*/*"))
+    if room < needed:
         raise ConfigurationError(
-            f"--snapshot-root {config.snapshot_root} has {free / 2**30:.2f} GiB free, two snapshots of this model take "
-            f"{needed / 2**30:.2f} GiB a node; make it larger or set --snapshot-interval-steps 0"
+            f"--snapshot-root {config.snapshot_root} has {room / 2**30:.2f} GiB for this run, the snapshots of this model "
+            f"take {needed / 2**30:.2f} GiB; make it larger or set --snapshot-interval-steps 0"
         )
 
 

@@ -16,6 +16,8 @@ from steps import cluster
 from steps.cluster import GIB, PROFILES, ModelShape, Placement
 from steps.kubernetes import NEEDED
 from steps.launcher import Launch
+from trainer.checkpointing.replicas import KEPT
+from trainer.checkpointing.snapshots import GENERATIONS
 from trainer.config import RunConfig
 from trainer.errors import FINAL_CODES, ConfigurationError
 from trainer.paths import RunPaths
@@ -217,6 +219,15 @@ def test_snapshots_that_do_not_fit_in_shared_memory_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"which has 1 GiB"):
         cluster.check(config, PLACEMENT, LLAMA_8B)
     assert cluster.check(config, Placement(image="i", shm_gib=-(-2 * 12 * LLAMA_8B.parameters // GIB)), LLAMA_8B)
+
+
+def test_a_node_holds_its_own_generations_and_what_a_peer_sends_it() -> None:
+    """A replica that arrives lies beside those that are kept."""
+    assert (cluster.SNAPSHOT_COPIES, cluster.REPLICA_COPIES) == (GENERATIONS, KEPT + 1)
+    state = 12 * LLAMA_8B.parameters
+    for nodes, replicas, copies in ((1, 0, 2), (2, 0, 2), (2, 1, 5), (1, 1, 2)):
+        config = launch(nodes=nodes, snapshot_replicas=replicas).config
+        assert cluster.snapshot_bytes_needed(config, LLAMA_8B) == state * copies / nodes
 
 
 def test_no_image_is_refused() -> None:

@@ -12,7 +12,11 @@ from test_writer_faults import mounted, root_only
 from whole_run import Trainer, Training
 
 from steps import train
+from steps.cluster import SAVED_BYTES_PER_PARAMETER
+from trainer.config import build
 from trainer.errors import ConfigurationError, DeniedError
+from trainer.model import model_config, parameter_count
+from trainer.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -64,10 +68,44 @@ def test_a_fault_that_comes_again_for_ever_ends_the_run(trainer: Trainer, tmp_pa
 def test_memory_that_is_too_small_is_refused_before_the_run(trainer: Trainer, tmp_path: Path) -> None:
     with (
         mounted(tmp_path / "small", "size=1m"),
-        pytest.raises(ConfigurationError, match=r"two snapshots of this model take .* make it larger or set"),
+        pytest.raises(ConfigurationError, match=r"the snapshots of this model take .* make it larger or set"),
     ):
         train.main(trainer.arguments(tmp_path, snapshot_root=tmp_path / "small"))
     assert not (tmp_path / "runs").exists()
+
+
+VOCABULARY = 257
+STATE = SAVED_BYTES_PER_PARAMETER * parameter_count(model_config("tiny", VOCABULARY))
+
+
+@root_only
+@pytest.mark.parametrize(
+    ("values", "copies"),
+    [({}, 2), ({"nodes": 2}, 2), ({"nodes": 2, "snapshot_replicas": 1}, 5), ({"snapshot_replicas": 1}, 2)],
+    ids=["one node", "nodes that share the memory", "replicas", "no peer for a replica"],
+)
+def test_all_snapshots_of_all_local_nodes_must_fit(tmp_path: Path, values: dict[str, int], copies: int) -> None:
+    config = build({"root": tmp_path, "run_id": "a", "snapshot_root": tmp_path / "small", "micro_batch_size": 2, **values})
+    with mounted(config.snapshot_root, f"size={copies * STATE + (64 << 10)}"):
+        train.check_snapshots(config, VOCABULARY)
+    with (
+        mounted(config.snapshot_root, f"size={copies * STATE - (64 << 10)}"),
+        pytest.raises(ConfigurationError, match="the snapshots of this model"),
+    ):
+        train.check_snapshots(config, VOCABULARY)
+
+
+@root_only
+def test_the_runs_own_snapshots_of_before_are_no_obstacle(tmp_path: Path) -> None:
+    config = build({"root": tmp_path, "run_id": "a", "snapshot_root": tmp_path / "small"})
+    with mounted(config.snapshot_root, f"size={2 * STATE + (64 << 10)}"):
+        for generation in range(2):
+            path = RunPaths(tmp_path, "a").snapshots(config.snapshot_root, 0) / f"rank-0-{generation}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"\1" * STATE)
+        train.check_snapshots(config, VOCABULARY)
+        with pytest.raises(ConfigurationError, match=r"has 0\.00 GiB for this run"):
+            train.check_snapshots(config.model_copy(update={"run_id": "another"}), VOCABULARY)
 
 
 def test_memory_that_is_not_there_is_refused_before_the_run(trainer: Trainer, tmp_path: Path) -> None:

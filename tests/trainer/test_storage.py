@@ -60,6 +60,29 @@ def test_what_is_in_the_bucket_is_no_obstacle(tmp_path: Path, left: str) -> None
     assert 0.09 <= elapsed(began) < 2
 
 
+@pytest.mark.parametrize("ahead", [3600.0, float("inf")])
+def test_a_clock_that_was_set_back_is_not_waited_for(tmp_path: Path, ahead: float) -> None:
+    """The bucket says until when it is taken by the clock of before; what is asked for now takes its time, and no more."""
+    bucket = tmp_path / "bucket"
+    bucket.write_text(f"{time.time() + ahead:<32.6f}")
+    asking = multiprocessing.get_context("fork").Process(target=Storage(bucket, MEGABYTE).transfer, args=(MEGABYTE // 10,))
+    began = time.monotonic()
+    asking.start()
+    asking.join(10)
+    took = elapsed(began)
+    asking.kill()
+    assert 0.09 <= took < 5
+    assert float(bucket.read_text().split()[0]) < time.time() + 1
+
+
+def test_a_queue_of_seconds_is_waited_for(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    bucket.write_text(f"{time.time() + 1:<32.6f}")
+    began = time.monotonic()
+    Storage(bucket, MEGABYTE).transfer(MEGABYTE // 10)
+    assert elapsed(began) > 1
+
+
 def test_a_killed_process_leaves_nothing_to_wait_for(tmp_path: Path) -> None:
     storage = Storage(tmp_path / "bucket", MEGABYTE)
     victim = multiprocessing.get_context("fork").Process(target=storage.transfer, args=(100 * MEGABYTE,))

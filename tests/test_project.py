@@ -204,6 +204,18 @@ def test_the_readme_lists_the_commands() -> None:
     assert [name for name in COMMANDS if not re.search(rf"^\|.*`{name}[` ]", text, re.MULTILINE)] == []
 
 
+def test_the_events_that_are_listed_are_those_that_are_emitted() -> None:
+    emitted = {
+        node.args[0].value
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit"
+        if node.args and isinstance(node.args[0], ast.Constant)
+    }
+    names = re.findall(r"^ {4}(\w+(?:, \w+)*)", ast.get_docstring(tree(PROJECT / "trainer" / "events.py")) or "", re.MULTILINE)
+    assert {name for line in names for name in line.split(", ")} == emitted
+
+
 def test_the_exit_codes_in_the_architecture_are_the_code_s() -> None:
     text = (PROJECT / "ARCHITECTURE.md").read_text()
     rows = dict(re.findall(r"^\| (\d+) \| .* \| ?(no|yes)?[^|]*\|$", text, re.MULTILINE))

@@ -36,7 +36,6 @@ trainer (one per worker process; rank and world size in the envelope)
     fault_injected     index, step, rank, kind, variant
     fault_detected     layer (in_process | in_job | pod | workflow), message
     non_finite         step, loss, grad_norm
-    straggler          step, rank, ratio
     stop_requested     reason
     fenced             newest (attempt)
     finished           step

@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 
 from trainer import environment
-from trainer.checkpointing.snapshot_files import Name, held, replica
+from trainer.checkpointing.snapshot_files import HEADER, Name, held, read_header, replica
 from trainer.events import EventLog
 from trainer.paths import RunPaths
 from trainer.records import RunRecord, write_whole
@@ -38,6 +38,8 @@ def serve(*descriptors: int) -> int:
     paths = RunPaths(env.run_directory.parent.parent, env.run_directory.name)
     directory = paths.snapshots(RunRecord.read(paths.record).config.snapshot_root, env.node)
     directory.mkdir(parents=True, exist_ok=True)
+    for torn in directory.glob(".replica-*.part"):  # of a server that was killed
+        torn.unlink(missing_ok=True)
     listener = socket.create_server(("", 0), backlog=64)
     address = f"{environment.address()} {listener.getsockname()[1]}"
     write_whole(paths.peer(env.attempt, env.node), address.encode())
@@ -94,7 +96,8 @@ def put(paths: RunPaths, attempt: int, node: int, rank: int, name: Name, source:
 
 
 def fetch(paths: RunPaths, attempt: int, node: int, rank: int, name: Name, target: Path) -> None:
-    """Bring a replica from ``node`` to ``target``, a generation of this rank's own. Its header says whether it is whole."""
+    """Bring a replica from ``node`` to ``target``, a generation of this rank's own. ``OSError`` when it does not arrive
+    whole: its header comes first, and would say that it is."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.part")
     try:
@@ -102,6 +105,8 @@ def fetch(paths: RunPaths, attempt: int, node: int, rank: int, name: Name, targe
             connection.sendall(f"get {rank} {name[0]} {name[1]}\n".encode())
             while block := connection.recv(BLOCK):
                 file.write(block)
+        if partial.stat().st_size != HEADER + int(read_header(partial).get("size", -1)):
+            raise OSError(f"node {node} sent no whole copy of step {name[0]} of rank {rank}")
         partial.rename(target)
     finally:
         partial.unlink(missing_ok=True)

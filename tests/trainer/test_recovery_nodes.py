@@ -1,0 +1,35 @@
+"""Two nodes on one machine, in short: the one that hosts the rendezvous is lost, and a world shrinks (long: tests/drills)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from whole_run import Trainer, Training
+
+pytestmark = pytest.mark.timeout(1800)
+
+TWO: dict[str, object] = {"nodes": 2, "gpus_per_node": 1, "fault_count": 1, "fault_kinds": "node"}
+
+
+def test_the_node_of_the_rendezvous_is_replaced_and_a_replica_saves_its_steps(
+    trainer: Trainer, clean: Training, tmp_path: Path
+) -> None:
+    training = trainer.run(
+        tmp_path, **TWO, deadline=300, fault_ranks="0", snapshot_replicas=1, checkpoint_interval_steps=24
+    )
+    training.check_against(clean, faults=1)
+    (fault,) = training.injected()
+    assert fault.recovered_by == "pod"
+    assert fault.lost_steps <= 2, fault
+    assert any(event.data["tier"] == "snapshot" for event in training.events("loaded")), "no checkpoint was there"
+
+
+def test_a_run_goes_on_without_a_node_that_is_not_replaced(trainer: Trainer, tmp_path: Path) -> None:
+    training = trainer.run(
+        tmp_path, **TWO, deadline=300, fault_ranks="1", min_nodes=1, node_lost_seconds=3600, recovery="in-job"
+    )
+    training.check_samples()
+    sizes = [event.world_size for event in training.events("step_end")]
+    assert sizes[0] == 2 and sizes[-1] == 1
+    assert training.analysis.committed_steps_lost == 0

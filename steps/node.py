@@ -245,7 +245,9 @@ class Node:
                 return connection
             except OSError:
                 if self._server is None or self._server.poll() is not None:
-                    raise DefectError("the fork server of this node did not start; its error is above") from None
+                    code = self._server.poll() if self._server else None
+                    kind = UnavailableError if code == ExitCode.UNAVAILABLE else DefectError
+                    raise kind("the fork server of this node did not start; its error is above") from None
                 if time.monotonic() > deadline:
                     raise UnavailableError("the fork server of this node did not start in time") from None
                 time.sleep(0.05)

@@ -246,7 +246,7 @@ class SnapshotTier:
             with ThreadPoolExecutor(1) as pool:  # (both take a moment for gigabytes, and a restart waits for them)
                 checksum = pool.submit(buffer.checksum)
                 buffer.load(self._tensors, self._layout)
-            if checksum.result() != read_header(path)["crc"]:
+            if checksum.result() != read_header(path).get("crc"):
                 reason = "its bytes do not have the checksum of its header"
                 for tensor in self._tensors.values():
                     local(tensor).zero_()

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.errors import ExitCode, PipelineError, code_of
+from trainer.errors import ExitCode, PipelineError, code_of, exit_with
 from trainer.events import EventLog
 from trainer.paths import RunPaths
 
@@ -364,4 +364,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

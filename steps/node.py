@@ -10,6 +10,8 @@
    period is over the launcher is ended.
 4. Translate: launchers end with 1 whatever their workers said, so the workers' outcome files decide the exit code; one
    that no restart of workers can change (it is of the contract, and not 1) ends the launcher at once.
+5. Under torchrun (recovery none, in-process): a launcher that fails closes the rendezvous, and one whose worker hangs does
+   not notice. A node that is turned away says so in a file, and the node of the rendezvous ends, for all to meet anew.
 
 This process takes in orphans (it is their subreaper), so that ending it ends everything of the node.
 """
@@ -39,6 +41,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 NAME_DEADLINE_SECONDS = 300.0
 POLL_SECONDS = 0.1
+STARTED = "started"
+"""Beside the fork server's socket, once it has started a worker."""
 SIGNAL_SECONDS = 3.0
 
 
@@ -123,6 +127,7 @@ class Node:
         """The first outcome of a worker that no restart of workers can change."""
         self._server: subprocess.Popen[bytes] | None = None
         self._snapshots: socket.socket | None = None
+        self._closed = self._closed_now()
 
     def run(self) -> int:
         signal.signal(signal.SIGTERM, self._asked_to_stop)
@@ -140,6 +145,7 @@ class Node:
         self._start_server()
         try:
             code = self._translate(self._launch())
+            self._complain(code)
         finally:
             self._end_everything()
         self._events.emit("launcher_end", exit_code=code)
@@ -264,10 +270,28 @@ class Node:
     def _must_end(self) -> bool:
         if self._stop_at is not None and time.monotonic() > self._stop_at:
             return True
+        if not self._place.node and self._meets_again() and self._closed_now() != self._closed:
+            return True
         for outcome in self._outcomes():
             if outcome.exit_code not in (ExitCode.DONE, 1):
                 self._decisive = self._decisive or outcome
         return self._decisive is not None
+
+    def _meets_again(self) -> bool:
+        """Whether the rendezvous ends with the launcher that failed: ft_launcher opens it again by itself."""
+        return self._config.nodes > 1 and self._config.recovery in ("none", "in-process")
+
+    def _closed_now(self) -> bytes:
+        with contextlib.suppress(OSError):
+            return self._paths.closed_file(self._place.attempt).read_bytes()
+        return b""
+
+    def _complain(self, code: int) -> None:
+        """Tell the node of the rendezvous that this one was turned away: its launcher failed, and started no worker."""
+        started = Path(self._socket).with_name(STARTED).exists()
+        if code and not started and self._place.node and self._meets_again() and self._stop_at is None:
+            with contextlib.suppress(OSError):
+                write_whole(self._paths.closed_file(self._place.attempt), str(time.time_ns()).encode())
 
     def _outcomes(self) -> list[Outcome]:
         place = self._place

@@ -84,6 +84,10 @@ class RunPaths:
         """Asks the ranks of a pod, and so all, to save and stop at the end of a step. The pod that follows is not asked."""
         return self.run / f"stop-{attempt}-{node}-{pod}"
 
+    def closed_file(self, attempt: int) -> Path:
+        """Written by a node that was turned away from the rendezvous of an attempt; its host makes a new one."""
+        return self.run / f"closed-{attempt}"
+
     @property
     def storage_bucket(self) -> Path:
         """Until when the emulated storage is taken; one for all ranks of the run."""

@@ -17,9 +17,9 @@ def long_clean(prepared: Trainer, tmp_path_factory: pytest.TempPathFactory) -> T
 @pytest.mark.parametrize(
     ("recovery", "kinds", "faults"),
     [
-        ("combined", "exception,sigkill,oom,hang,exception,sigkill,hang,exception", 100),
+        ("combined", "exception,sigkill,oom,hang,exception,sigkill,hang,exception", 120),
         ("in-job", "sigkill,exception,hang,sigkill", 60),
-        ("in-process", "exception,oom,exception,exception,hang", 60),
+        ("in-process", "exception,oom,exception,exception,hang", 30),
     ],
 )
 @pytest.mark.parametrize("seed", [1, 2])

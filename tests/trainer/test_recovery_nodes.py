@@ -33,3 +33,12 @@ def test_a_run_goes_on_without_a_node_that_is_not_replaced(trainer: Trainer, tmp
     sizes = [event.world_size for event in training.events("step_end")]
     assert sizes[0] == 2 and sizes[-1] == 1
     assert training.analysis.committed_steps_lost == 0
+
+
+def test_a_hang_beside_the_rendezvous_is_told_to_its_node(trainer: Trainer, clean: Training, tmp_path: Path) -> None:
+    """Without watchdogs: the other node ends when a collective's time is up, and is turned away by torchrun's rendezvous,
+    whose own node sees nothing but a worker that is alive."""
+    training = trainer.run(
+        tmp_path, **TWO | {"fault_kinds": "hang"}, deadline=300, fault_ranks="0", recovery="none", max_restarts=3
+    )
+    training.check_against(clean, faults=1)

@@ -93,6 +93,7 @@ class ForkServer:
 
     def __init__(self, listener: socket.socket, events: EventLog) -> None:
         self._listener = listener
+        self._started = Path(listener.getsockname()).with_name("started")
         self._events = events
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}
@@ -160,6 +161,8 @@ class ForkServer:
             self._become(wanted, descriptors, connection)
         for descriptor in descriptors:
             os.close(descriptor)
+        if wanted["kind"] == "worker":
+            self._started.touch()
         child = Child(pid, wanted["kind"], connection, local_rank, int(environment.get("HOLDFAST_OWNER", "0")))
         self._children[pid] = child
         self._selector.register(connection, selectors.EVENT_READ, child)

@@ -133,6 +133,8 @@ class Node:
         signal.signal(signal.SIGTERM, self._asked_to_stop)
         signal.signal(signal.SIGINT, self._asked_to_stop)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if self._is_trained():
+            return int(ExitCode.DONE)
         if self._place.shm_gib and (code := self._check()):
             return code
         wait_for_name(self._place.host, NAME_DEADLINE_SECONDS)
@@ -145,7 +147,9 @@ class Node:
         self._start_server()
         try:
             code = self._translate(self._launch())
-            self._complain(code)
+            if code and not self._has_started():
+                code = int(ExitCode.DONE) if self._is_trained() else code
+                self._complain(code)
         finally:
             self._end_everything()
         self._events.emit("launcher_end", exit_code=code)
@@ -272,10 +276,22 @@ class Node:
             return True
         if not self._place.node and self._meets_again() and self._closed_now() != self._closed:
             return True
+        if not self._has_started() and self._is_trained():
+            return True
         for outcome in self._outcomes():
             if outcome.exit_code not in (ExitCode.DONE, 1):
                 self._decisive = self._decisive or outcome
         return self._decisive is not None
+
+    def _has_started(self) -> bool:
+        """Whether a worker of this node was ever started."""
+        return Path(self._socket).with_name(STARTED).exists()
+
+    def _is_trained(self) -> bool:
+        """Whether a rank of this attempt has finished all steps, which is when all have, and the last one is durable: the
+        others went on without this node (``--min-nodes``), and nobody is left to meet."""
+        paths = sorted(self._paths.outcomes.glob(f"{self._place.attempt}-*.json"))
+        return any(Outcome.read(path).exit_code == ExitCode.DONE for path in paths)
 
     def _meets_again(self) -> bool:
         """Whether the rendezvous ends with the launcher that failed: ft_launcher opens it again by itself."""
@@ -288,16 +304,14 @@ class Node:
 
     def _complain(self, code: int) -> None:
         """Tell the node of the rendezvous that this one was turned away: its launcher failed, and started no worker."""
-        started = Path(self._socket).with_name(STARTED).exists()
-        if code and not started and self._place.node and self._meets_again() and self._stop_at is None:
+        if code and self._place.node and self._meets_again() and self._stop_at is None:
             with contextlib.suppress(OSError):
                 write_whole(self._paths.closed_file(self._place.attempt), str(time.time_ns()).encode())
 
     def _outcomes(self) -> list[Outcome]:
         place = self._place
-        directory = self._paths.outcome(place.attempt, place.node, place.pod, 0).parent
-        pattern = self._paths.outcome(place.attempt, place.node, place.pod, 0).stem.rsplit("-", 1)[0] + "-*.json"
-        return [Outcome.read(path) for path in sorted(directory.glob(pattern))]
+        paths = sorted(self._paths.outcomes.glob(f"{place.attempt}-{place.node}-{place.pod}-*.json"))
+        return [Outcome.read(path) for path in paths]
 
     def _translate(self, code: int) -> int:
         """The contract's code of this node: its workers' own where they said one."""

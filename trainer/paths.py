@@ -50,7 +50,11 @@ class RunPaths:
 
     def outcome(self, attempt: int, node: int, pod: int, rank: int) -> Path:
         """What a worker says of its own end, since launchers report 1 whatever their workers' codes were."""
-        return self.run / "outcomes" / f"{attempt}-{node}-{pod}-{rank}.json"
+        return self.outcomes / f"{attempt}-{node}-{pod}-{rank}.json"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.run / "outcomes"
 
     @property
     def faults_fired(self) -> Path:

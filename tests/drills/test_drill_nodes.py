@@ -45,7 +45,7 @@ def test_a_replica_on_the_other_node_saves_a_lost_nodes_steps(
 def test_a_world_that_shrinks_goes_on_and_grows_again(trainer: Trainer, tmp_path: Path) -> None:
     training = trainer.run(
         tmp_path, **TWO, recovery="in-job", deadline=600, min_nodes=1, node_lost_seconds=25, max_steps=400, checkpoint_interval_steps=5,
-        sequence_length=256, fault_count=1, fault_kinds="node", fault_ranks="1",
+        sequence_length=256, fault_count=1, fault_kinds="node", fault_ranks="1", fault_steps="40",
     )  # fmt: skip
     training.check_samples()
     sizes = [event.world_size for event in training.events("step_start")]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from whole_run import Trainer, Training
+from whole_run import REPOSITORY, Trainer, Training
+
+from trainer.config import build
+from trainer.paths import RunPaths
+from trainer.records import Outcome, RunRecord
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -42,3 +49,26 @@ def test_a_hang_beside_the_rendezvous_is_told_to_its_node(trainer: Trainer, clea
         tmp_path, **TWO | {"fault_kinds": "hang"}, deadline=300, fault_ranks="0", recovery="none", max_restarts=3
     )
     training.check_against(clean, faults=1)
+
+
+@pytest.mark.parametrize("delay", [0, 6])
+def test_a_node_that_comes_back_when_all_is_done_is_done_too(tmp_path: Path, delay: float) -> None:
+    """The others finished without it, before it came or while it waits for them, and the rendezvous is gone with them."""
+    config = build({"root": tmp_path, "run_id": "drill", "nodes": 2, "min_nodes": 1, "gpus_per_node": 1, "recovery": "in-job"})
+    paths = RunPaths(tmp_path, "drill")
+    RunRecord(
+        config=config, config_digest="c", dataset="d", dataset_digest="d", versions={}, hardware={}, created=1.0
+    ).write(paths.record)
+    command = [sys.executable, "-m", "steps.node", "--run-directory", str(paths.run), "--attempt=1", "--node=1", "--pod=1"]
+    done = Outcome(exit_code=0, message="finished step 24", step=24, rank=0)
+    if not delay:
+        done.write(paths.outcome(1, 0, 1, 0))
+    with subprocess.Popen([*command, "--rendezvous-port=1"], cwd=REPOSITORY) as node:
+        try:
+            if delay:
+                time.sleep(delay)
+                assert node.poll() is None
+                done.write(paths.outcome(1, 0, 1, 0))
+            assert node.wait(60) == 0
+        finally:
+            node.kill()

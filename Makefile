@@ -6,6 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python workflows/run.py
 PYTEST := $(VENV)/bin/python -m pytest
 READY := $(VENV)/.ready
+MEASURED := tests/drills/test_drill_table.py tests/drills/test_drill_memory.py
 RUN_ID ?= demo
 
 # Two processes, five faults of three kinds, a short heartbeat so that a hang is not waited for long.
@@ -46,8 +47,9 @@ cluster-test: $(READY) ## the drills on a real Kubernetes with Argo Workflows (K
 	@sed -n '3,/^"""/{/^"""/!p}' tests/cluster/cluster_support.py
 	$(PYTEST) -v -rs -m cluster tests/cluster tests/workflows
 
-drills: $(READY) ## the long fault drills, up to an hour
-	$(PYTEST) -v -m drill --timeout 3600
+drills: $(READY) ## the long fault drills, up to an hour: two side by side, then alone those that measure
+	$(PYTEST) -v -m drill --timeout 3600 -n 2 --dist load $(MEASURED:%=--ignore=%)
+	$(PYTEST) -v -m drill --timeout 3600 $(MEASURED)
 
 clean: ## remove .venv and caches; runs under fsx/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -36,6 +36,7 @@ from trainer.errors import FINAL_CODES, DefectError, ExitCode, UnavailableError,
 from trainer.events import EventLog
 from trainer.paths import RunPaths
 from trainer.records import Outcome, RunRecord, write_whole
+from trainer.recovery.base import Limits
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -197,6 +198,7 @@ class Node:
     def _start_server(self) -> None:
         place = self._place
         arguments = [self._socket, str(self._paths.run), str(place.attempt), str(place.node), str(place.pod)]
+        arguments.append(str(Limits.of(self._config).in_job))
         self._server = subprocess.Popen(
             [sys.executable, "-m", "trainer.recovery.fork_server", *arguments],
             env=self._environment(),

@@ -8,7 +8,7 @@ import pytest
 from whole_run import Trainer, Training, heartbeat
 
 SNAPSHOTTED = ("exception", "sigkill", "oom")
-BASELINE = "exception,sigkill,oom,node,exception,sigkill,oom"
+BASELINE = "exception,sigkill,oom,node"
 """Nobody watches the baseline: a hang lasts until a collective's time is up, and has a drill of its own."""
 
 
@@ -18,12 +18,12 @@ BASELINE = "exception,sigkill,oom,node,exception,sigkill,oom"
 def test_every_composition_ends_with_the_same_weights(
     trainer: Trainer, clean: Training, tmp_path: Path, recovery: str, mode: str, snapshots: int
 ) -> None:
-    kinds = BASELINE if recovery == "none" else "exception,hang,sigkill,oom,node,exception,hang"
+    kinds = BASELINE if recovery == "none" else "exception,hang,sigkill,node"
     training = trainer.run(
         tmp_path, recovery=recovery, checkpoint_mode=mode, snapshot_interval_steps=snapshots, deadline=300, max_restarts=20,
-        fault_count=7, fault_kinds=kinds, fault_ranks="0,1,1,0,1,1,0",
+        fault_count=4, fault_kinds=kinds, fault_ranks="0,1,1,0",
     )  # fmt: skip
-    training.check_against(clean, faults=7)
+    training.check_against(clean, faults=4)
     if snapshots:
         for fault in training.injected():
             if fault.kind in SNAPSHOTTED:

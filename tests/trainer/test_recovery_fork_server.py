@@ -16,7 +16,7 @@ import psutil
 import pytest
 from tier_world import REPOSITORY, ForkServerProcess, wait_until
 
-from trainer.recovery.fork_server import ending
+from trainer.recovery.fork_server import condition
 
 STUB = REPOSITORY / "trainer" / "recovery" / "stub.py"
 
@@ -54,7 +54,7 @@ def start(forks: ForkServerProcess) -> Iterator[Start]:
 @pytest.fixture
 def start_alone(tmp_path: Path) -> Iterator[Start]:
     """Starts stubs of a server of the test's own."""
-    server = ForkServerProcess.start(tmp_path)
+    server = ForkServerProcess.start(tmp_path, stopped_seconds=2)
     try:
         with stubs(server) as run:
             yield run
@@ -150,14 +150,14 @@ def test_a_process_that_is_ending_is_known_by_its_code(how: str) -> None:
     """A zombie that nobody has waited for stands for one whose memory the kernel is still giving back."""
     program = f"import sys; sys.stdin.read(); sys.exit({how.partition(' ')[2] or 0})"
     with subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE) as child:
-        assert ending(child.pid) == 0
+        assert condition(child.pid)[1] == 0
         if how == "kill":
             child.kill()
         assert child.stdin is not None
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert ending(child.pid) == {"kill": -signal.SIGKILL, "code 3": 3, "code 0": 0}[how]
-    assert ending(child.pid) == 0
+        assert condition(child.pid)[1] == {"kill": -signal.SIGKILL, "code 3": 3, "code 0": 0}[how]
+    assert condition(child.pid)[1] == 0
 
 
 def test_a_worker_is_told_whose_place_it_takes(start: Start, tmp_path: Path) -> None:
@@ -179,3 +179,15 @@ def test_where_no_restart_helps_no_worker_is_started(start_alone: Start, tmp_pat
     assert not (tmp_path / "pid").exists()
     held.terminate()
     assert held.wait(10) == -signal.SIGTERM
+
+
+def test_a_worker_that_is_stopped_for_too_long_is_killed(start_alone: Start, tmp_path: Path) -> None:
+    stub = start_alone("idle", str(tmp_path / "pid"))
+    fork = worker(tmp_path / "pid")
+    fork.suspend()
+    time.sleep(0.5)
+    fork.resume()  # (for a moment it may be)
+    with pytest.raises(subprocess.TimeoutExpired):
+        stub.wait(3)
+    fork.suspend()
+    assert stub.wait(10) == -signal.SIGKILL

@@ -32,6 +32,15 @@ def test_in_process_alone(trainer: Trainer, clean: Training, tmp_path: Path) -> 
     assert [fault.recovered_by for fault in training.injected()] == ["in_process", "pod", "in_process"]
 
 
+def test_in_process_with_a_stopped_rank_0(trainer: Trainer, clean: Training, tmp_path: Path) -> None:
+    """It hosts the store that all monitors ask."""
+    training = trainer.run(tmp_path, recovery="in-process", fault_count=2, fault_kinds="hang", fault_ranks="1,0")
+    training.check_against(clean, faults=2)
+    loop, stopped = training.injected()
+    assert loop.recovered_by == "in_process" and stopped.recovered_by == "pod"
+    assert stopped.detection_seconds < training.config.heartbeat_timeout_seconds + 4
+
+
 def test_in_job_alone(trainer: Trainer, clean: Training, tmp_path: Path) -> None:
     training = trainer.run(
         tmp_path, recovery="in-job", snapshot_interval_steps=2, fault_count=4, fault_kinds="exception,sigkill", fault_ranks="0,1,1,0"

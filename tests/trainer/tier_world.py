@@ -48,11 +48,12 @@ class ForkServerProcess:
     """Worlds that are open."""
 
     @classmethod
-    def start(cls, folder: Path) -> ForkServerProcess:
+    def start(cls, folder: Path, stopped_seconds: float = 3600.0) -> ForkServerProcess:
         path = str(folder / "fork")
+        place = [path, str(folder / "runs" / "server"), "1", "0", "0", str(stopped_seconds)]
         search = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.recovery.fork_server", path, str(folder / "runs" / "server"), "1", "0", "0"],
+            [sys.executable, "-m", "trainer.recovery.fork_server", *place],
             env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
             cwd=REPOSITORY,
         )

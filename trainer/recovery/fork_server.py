@@ -3,7 +3,7 @@
 Imports of torch are half of a restart. This process pays them once, before the first launch; a restarted worker
 starts with everything imported (facts: SIGKILL to first step 2.2 s with imports, 0.6 s forked, no model).
 
-    python -m trainer.recovery.fork_server SOCKET RUN_DIRECTORY ATTEMPT NODE POD
+    python -m trainer.recovery.fork_server SOCKET RUN_DIRECTORY ATTEMPT NODE POD STOPPED_SECONDS
 
 1. Listen on SOCKET at once, so that clients queue while the imports run.
 2. Import what workers need, and what the compiler would compute again in each (``remember``). No thread may be started here and no CUDA call made: both do not survive a fork.
@@ -17,6 +17,9 @@ starts with everything imported (facts: SIGKILL to first step 2.2 s with imports
 6. After a worker that ended with a code of the contract (and has left an outcome that says why), no other is started: no
    restart can change it, and a launcher that is restarting already may swallow the signal by which the node ends it. What it
    asks for waits for that end.
+
+7. A worker that is stopped (SIGSTOP, a debugger, a freezer) for STOPPED_SECONDS is killed. NVRx's monitors do not do it for a
+   stopped rank 0: they ask the store that it hosts.
 
 It records ``worker_exit`` and ``worker_stop``, so that the detection of a fault does not depend on any launcher.
 """
@@ -86,13 +89,16 @@ class Child:
     stopping: set[int] = field(default_factory=set)
     answered: bool = False
     """Whether the client has been told how it ended."""
+    stopped_at: float = 0.0
+    """Since when it is stopped; 0: it is not."""
 
 
 class ForkServer:
     """The loop of the server. ``serve`` returns when the node asks for the end (SIGTERM) or dies."""
 
-    def __init__(self, listener: socket.socket, events: EventLog) -> None:
+    def __init__(self, listener: socket.socket, events: EventLog, stopped_seconds: float) -> None:
         self._listener = listener
+        self._stopped_seconds = stopped_seconds
         self._started = Path(listener.getsockname()).with_name("started")
         self._events = events
         self._selector = selectors.DefaultSelector()
@@ -125,13 +131,21 @@ class ForkServer:
         return 0
 
     def _look(self) -> None:
-        """Answer for the workers that are ending by a signal. (One that ends with a code of its own has left an outcome,
-        which may decide that there is no restart: whoever reads it needs the time.)"""
+        """Answer for the workers that are ending by a signal, and kill those that are stopped for too long. (One that ends
+        with a code of its own has left an outcome, which may decide that there is no restart: whoever reads it needs the
+        time.)"""
         for child in list(self._children.values()):
-            if child.kind == "worker" and not child.answered:
-                code = ending(child.pid)
-                if code < 0:
-                    self._answer(child, code)
+            if child.kind != "worker" or child.answered:
+                continue
+            state, code = condition(child.pid)
+            if code < 0:
+                self._answer(child, code)
+            elif state != "T":
+                child.stopped_at = 0.0
+            elif not child.stopped_at:
+                child.stopped_at = time.monotonic()
+            elif time.monotonic() - child.stopped_at > self._stopped_seconds:
+                self._kill(child)
 
     def _end(self, number: int, frame: object) -> None:
         self._ended = True
@@ -263,8 +277,8 @@ def hold() -> int:
     return int(sys.argv[1])
 
 
-def ending(pid: int) -> int:
-    """The exit code of a process that is ending, 0 of one that is not, or ends well.
+def condition(pid: int) -> tuple[str, int]:
+    """The state of a process as the kernel names it (T: stopped), and the exit code of one that is ending, else 0.
 
     Its first thread is a zombie as soon as it is killed; its parent is told only when its last thread is gone, and with it
     the memory. The code is the last field of its stat.
@@ -272,8 +286,8 @@ def ending(pid: int) -> int:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return 0
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else 0
+        return "X", 0
+    return fields[0], os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] in "ZX" else 0
 
 
 def call(module: str, function: str, descriptors: list[int]) -> int:
@@ -342,7 +356,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    socket_path, run_directory, attempt, node, pod = argv or sys.argv[1:]
+    socket_path, run_directory, attempt, node, pod, stopped_seconds = argv or sys.argv[1:]
     die_with_parent()
     path = Path(socket_path)
     path.unlink(missing_ok=True)  # a stale file of a killed server
@@ -363,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
         remember()
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, the pages that the forks share
-    return ForkServer(listener, events).serve()
+    return ForkServer(listener, events, float(stopped_seconds)).serve()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 #
 # The driver comes from the node (EKS's accelerated AMI); CUDA's libraries come with torch's wheels.
 
-# Ubuntu 24.04, since NVRx 0.6 and later need glibc 2.39. Pin it by digest in your registry: --build-arg BASE=...@sha256:...
-ARG BASE=ubuntu:24.04
+# Ubuntu 24.04 of one day, since NVRx 0.6 and later need glibc 2.39. By digest, from your registry: --build-arg BASE=...@sha256:...
+ARG BASE=ubuntu:noble-20251013
 FROM ${BASE} AS base
 ENV DEBIAN_FRONTEND=noninteractive
 RUN apt-get update \

@@ -50,7 +50,7 @@ class Case:
 
     @property
     def unwatched(self) -> bool:
-        """A hang that nobody watches for: it ends when a collective's time is up, here 120 s."""
+        """A hang that nobody watches for: it ends when a collective's time is up."""
         return self.recovery == "none" and self.kind == "hang"
 
     @property
@@ -150,7 +150,7 @@ def document(rows: Sequence[Row], command: str, load: tuple[float, float]) -> st
         "Targets are for the median on two idle cores, and for the modes that answer a fault by the lowest layer that can.",
         f"`equal`: the weights are those of the run without faults, the intervals of its report sum to its wall time within {SUM_TOLERANCE:.0%},",
         f"and at most {MOST_OTHER:.0%} of it is in none.",
-        "Nobody watches `none` for hangs: they last until a collective's time is up, here set to 120 s.",
+        "Nobody watches `none` for hangs: they last until a collective's time is up, which is as long as a heartbeat.",
         "A node's own start is most of what a pod's restart takes: its imports, once, before the workers are forked.", "",
     ]  # fmt: skip
     return "\n".join(lines)

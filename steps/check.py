@@ -8,7 +8,7 @@ training needs. It mounts nothing itself: a pod whose claim is missing waits for
 from __future__ import annotations
 
 from steps import kubernetes
-from trainer import environment
+from steps.launcher import on_kubernetes
 from trainer.config import OneLineParser, add_flags, from_namespace
 from trainer.errors import exit_with
 from trainer.recovery.base import Limits
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     config = from_namespace(args)
     Limits.of(config).check()
-    if config.launcher == "kubernetes" or (config.launcher == "auto" and environment.in_cluster()):
+    if on_kubernetes(config):
         kubernetes.KubernetesLauncher(config, kubernetes.options(args)).check()
     print("check: nothing speaks against this run", flush=True)
     return 0

@@ -17,7 +17,6 @@ check that failed, after a table of all of them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -35,7 +34,7 @@ from typing import Literal
 from steps.cluster import GIB, PROFILES, Profile
 from trainer.config import OneLineParser
 from trainer.environment import mapping
-from trainer.errors import ExitCode, exit_with
+from trainer.errors import FULL, ExitCode, exit_with
 
 SHARED_MEMORY = Path("/dev/shm")
 WRITE_BYTES = 64 * 1024**2
@@ -75,7 +74,7 @@ def check_mount(root: Path) -> Check:
         fix = f"chown {root} to the user that the pods run as (the Job in templates/cluster/storage-fsx.yaml)"
         return Check("shared file system", "fail", f"{root}: {error.strerror}", fix, int(ExitCode.DENIED))
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # training can go on, as it would had it begun before
+        if error.errno in FULL:  # training can go on, as it would had it begun before
             fix = "make room: no checkpoint is written until there is some"
             return Check("shared file system", "warn", f"{root}: {error.strerror}", fix)
         return Check("shared file system", "fail", f"{root}: {error.strerror}", "is the claim mounted?")

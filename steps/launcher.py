@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from trainer import environment
 from trainer.config import RunConfig
 from trainer.paths import RunPaths
 
@@ -28,6 +29,11 @@ class Launch:
     def max_pod_restarts(self) -> int:
         """Restarts of nodes that the attempt may spend in total (a Job's backoffLimit)."""
         return self.config.nodes * self.config.max_restarts
+
+
+def on_kubernetes(config: RunConfig) -> bool:
+    """Whether Kubernetes runs the nodes: as asked for, or (auto) where this process is in a pod itself."""
+    return config.launcher == "kubernetes" or (config.launcher == "auto" and environment.in_cluster())
 
 
 class NodeLost(Exception):

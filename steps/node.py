@@ -37,13 +37,12 @@ from trainer.events import EventLog
 from trainer.paths import RunPaths
 from trainer.records import Outcome, RunRecord, write_whole
 from trainer.recovery.base import Limits
+from trainer.recovery.fork_server import STARTED
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 NAME_DEADLINE_SECONDS = 300.0
 POLL_SECONDS = 0.1
-STARTED = "started"
-"""Beside the fork server's socket, once it has started a worker."""
 SIGNAL_SECONDS = 3.0
 
 
@@ -168,7 +167,7 @@ class Node:
                 process.wait()
                 return int(ExitCode.STOPPED)
             time.sleep(POLL_SECONDS)
-        return normalise(process.returncode) if process.returncode else int(ExitCode.DONE)
+        return normalise(process.returncode)
 
     def _environment(self) -> dict[str, str]:
         place = self._place

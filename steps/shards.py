@@ -35,10 +35,9 @@ from trainer.paths import (
     dataset_temporary,
     datasets,
 )
-from trainer.records import DatasetManifest, FileRecord, fsync_directory
+from trainer.records import DatasetManifest, FileRecord, file_sha256, fsync_directory
 
 SHARD_BYTES = 256 * 1024 * 1024
-HASH_BLOCK = 4 * 1024 * 1024
 HASH_THREADS = min(8, os.cpu_count() or 1)
 ABANDONED_SECONDS = 3600.0
 """A temporary directory of another machine that nothing was written to for so long has no living owner."""
@@ -99,15 +98,6 @@ class ShardWriter:
     ) -> None:
         if self._file is not None:
             self._file.close()
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def sha256_of_all(paths: list[Path]) -> Iterator[str]:

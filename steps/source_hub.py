@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from steps.cluster import HUB_SECRET
 from steps.documents import TextFile, supported
 from steps.progress import ByteProgress
-from steps.shards import file_sha256
 from steps.sources import Address, directory_name, listing_digest, nothing_supported
 from trainer.errors import ConfigurationError, DataError, DeniedError, UnavailableError
+from trainer.records import file_sha256
 
 ADDRESS = re.compile(r"^datasets/(?P<repository>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<glob>.*))?$")
 SECONDS = 30.0

@@ -25,7 +25,7 @@ from typing import Any
 
 from steps import progress
 from steps.cluster import snapshot_bytes_of_run
-from steps.launcher import Launch, Launcher, NodeLost
+from steps.launcher import Launch, Launcher, NodeLost, on_kubernetes
 from trainer import environment
 from trainer.config import TRAJECTORY_FIELDS, OneLineParser, RunConfig, add_flags, flag, from_namespace
 from trainer.errors import ConfigurationError, DeniedError, ExitCode, UnavailableError, exit_with
@@ -217,10 +217,7 @@ class Narrator:
 
 
 def choose_launcher(config: RunConfig, options: Any, events: EventLog) -> Launcher:
-    kind = config.launcher
-    if kind == "auto":
-        kind = "kubernetes" if environment.in_cluster() else "local"
-    if kind == "kubernetes":
+    if on_kubernetes(config):
         from steps import kubernetes
 
         return kubernetes.KubernetesLauncher(config, kubernetes.options(options))

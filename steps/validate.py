@@ -13,7 +13,6 @@ with 65 when the run should have a valid checkpoint and has none, with 64 when t
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from trainer.config import OneLineParser, add_flags, from_namespace
 from trainer.errors import DataError, ExitCode, exit_with
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.progress import read_now
-from trainer.records import CheckpointManifest, CheckpointVerdict, FileRecord, RunRecord, ValidationReport
+from trainer.records import CheckpointManifest, CheckpointVerdict, RunRecord, ValidationReport, file_sha256
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,7 +208,8 @@ def check_files(subject: Examination, manifest: CheckpointManifest) -> None:
     subject.bytes = sum(file.size for file in manifest.files)
     subject.held("sizes")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for file, digest in zip(manifest.files, pool.map(lambda f: _sha256(subject.path, f), manifest.files), strict=True):
+        digests = pool.map(file_sha256, [subject.path / file.name for file in manifest.files])
+        for file, digest in zip(manifest.files, digests, strict=True):
             if digest != file.sha256:
                 raise Invalid(f"{file.name} does not have the SHA-256 of its manifest")
     subject.held("sha256")
@@ -228,11 +228,6 @@ def _files_below(directory: Path) -> Iterator[Path]:
 
 def _more(names: list[str]) -> str:
     return f", and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def _sha256(directory: Path, file: FileRecord) -> str:
-    with (directory / file.name).open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check_tensors(subject: Examination) -> float | None:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigurationError, DataError
 from trainer.paths import MANIFEST
-from trainer.records import DatasetManifest, FileRecord
+from trainer.records import DatasetManifest, FileRecord, file_sha256
 
 HELD_OUT_FRACTION = 100
 HELD_OUT_LIMIT = 256
@@ -102,13 +101,10 @@ def _open_shard(directory: Path, record: FileRecord, dtype: np.dtype[np.generic]
         raise DataError(
             f"{path} has {size} bytes, its manifest says {record.size}; delete the dataset and download it again"
         )
-    if verify:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != record.sha256:
-            raise DataError(
-                f"{path} is not what its manifest says (SHA-256 differs); delete the dataset and download it again"
-            )
+    if verify and file_sha256(path) != record.sha256:
+        raise DataError(
+            f"{path} is not what its manifest says (SHA-256 differs); delete the dataset and download it again"
+        )
     if size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, mode="r")

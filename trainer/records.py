@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from pathlib import Path
@@ -12,6 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.config import RunConfig
 from trainer.errors import DataError
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's content, as the records of files hold it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Record(BaseModel):

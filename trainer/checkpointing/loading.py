@@ -7,11 +7,11 @@ each of N ranks read the whole checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from trainer.checkpointing.storage import Storage
 from trainer.errors import UnavailableError
 from trainer.paths import MANIFEST
-from trainer.records import CheckpointManifest, FileRecord
+from trainer.records import CheckpointManifest, FileRecord, file_sha256
 
 METADATA = ".metadata"
 
@@ -114,7 +114,7 @@ def check(path: Path, names: Sequence[str], files: Mapping[str, FileRecord], sto
             raise Refused(f"{name} is not in its manifest")
         storage.transfer(files[name].size)
         try:
-            digest = patiently(lambda name=name: sha256(path / name))  # type: ignore[misc]
+            digest = patiently(partial(file_sha256, path / name))
         except MISSING as error:
             raise Refused(f"{name}: {error.strerror}") from error
         except UnavailableError as error:
@@ -122,11 +122,6 @@ def check(path: Path, names: Sequence[str], files: Mapping[str, FileRecord], sto
             raise Refused(str(error)) from error
         if digest != files[name].sha256:
             raise Refused(f"{name} does not have the SHA-256 of its manifest")
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def shares(wanted: Sequence[Mapping[str, int]]) -> list[set[str]]:

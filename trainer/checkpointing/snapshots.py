@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpointing.base import Completed, TrainingState, local
+from trainer.checkpointing.base import Completed, TrainingState
 from trainer.checkpointing.replicas import Replicator, fetch
 from trainer.checkpointing.snapshot_files import HEADER, Name, held, read_header, write_header
 from trainer.checkpointing.staging import HostBuffer, layout_of
@@ -248,8 +248,6 @@ class SnapshotTier:
                 buffer.load(self._tensors, self._layout)
             if checksum.result() != read_header(path).get("crc"):
                 reason = "its bytes do not have the checksum of its header"
-                for tensor in self._tensors.values():
-                    local(tensor).zero_()
         except (OSError, ValueError) as error:
             reason = str(error)
         if reason:

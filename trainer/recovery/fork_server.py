@@ -17,7 +17,6 @@ starts with everything imported (facts: SIGKILL to first step 2.2 s with imports
 6. After a worker that ended with a code of the contract (and has left an outcome that says why), no other is started: no
    restart can change it, and a launcher that is restarting already may swallow the signal by which the node ends it. What it
    asks for waits for that end.
-
 7. A worker that is stopped (SIGSTOP, a debugger, a freezer) for STOPPED_SECONDS is killed. NVRx's monitors do not do it for a
    stopped rank 0: they ask the store that it hosts.
 
@@ -69,6 +68,8 @@ PR_SET_PDEATHSIG = 1
 READ_LIMIT = 1 << 24
 LOOK_SECONDS = 0.05
 HOLD_SECONDS = 30.0
+STARTED = "started"
+"""Beside the socket, once a worker was started."""
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -99,7 +100,7 @@ class ForkServer:
     def __init__(self, listener: socket.socket, events: EventLog, stopped_seconds: float) -> None:
         self._listener = listener
         self._stopped_seconds = stopped_seconds
-        self._started = Path(listener.getsockname()).with_name("started")
+        self._started = Path(listener.getsockname()).with_name(STARTED)
         self._events = events
         self._selector = selectors.DefaultSelector()
         self._children: dict[int, Child] = {}

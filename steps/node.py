@@ -189,6 +189,8 @@ class Node:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             # torchrun would lend the ranks its own store, in which an earlier round has left its keys.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            # NVRx 0.7 takes the nodes that stand for a cluster's on one machine for a mistake, and ends the rendezvous.
+            "NVRX_ENABLE_MULTI_LAUNCHERS_PER_NODE": "1",
             # Polls of a store that nothing has happened to are not worth ten lines a second.
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONUNBUFFERED": "1",

@@ -10,6 +10,8 @@
 | GPU checks of the in-process Wrapper where LOCAL_RANK is set | no | yes | yes |
 | sleeps 1 s before it joins a round that is open already | no | yes | yes |
 | sleeps 1 s between two signals to workers that have ended | no | yes | yes |
+| ``--nnodes MIN:MAX`` | a world of MIN to MAX | the same, legacy rendezvous only | a world of MIN, the others are spares |
+| a node that comes back is let in | at once | at the next failure | at the next failure |
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +62,11 @@ def ft_launcher() -> None:
     if version() >= (0, 6):
         from nvidia_resiliency_ext.fault_tolerance import ft_rendezvous_barrier
 
-        catch_up_first(ft_rendezvous_barrier._RendezvousBarrierState)
+        let_in_who_waits(ft_rendezvous_barrier._RendezvousBarrierState)
+        if version() >= (0, 7):
+            count_who_came(
+                ft_rendezvous_barrier._RendezvousBarrierState, ft_rendezvous_barrier.FtRendezvousBarrierHandler
+            )
         launcher.terminate_mp_processes = if_any_is_left(launcher.terminate_mp_processes)
     launcher.main()
 
@@ -87,19 +94,64 @@ def is_left(group: int) -> bool:
     return True
 
 
-def catch_up_first(barrier: Any) -> None:
-    """Have ``barrier`` look for the newest round before it waits for one to open.
+def let_in_who_waits(barrier: Any) -> None:
+    """Have a node that finds the newest round of ``barrier`` closed open the next one, at which the others join it.
 
-    Its wait looks at the round that has ended, then for newer ones, then sleeps for a second, also where it has found
-    one that is open: after each fault, since the launcher opens the next round itself.
+    It waits for a failure otherwise, as a spare. Here there are no spares: it takes a lost node's place, which the others
+    may not have noticed yet, or comes after a round that did without it. (Besides, the wait sleeps for a second before it
+    looks whether there is a newer round, also after each fault, where the launcher has opened it itself.)
     """
     wait = barrier._wait_for_rendezvous_open
 
     def wait_for_newest(state: Any, *arguments: Any, **options: Any) -> Any:
         state._sync_from_per_round_state()
+        if not state.is_shutdown() and not state.store.check([state.round_done_key]):
+            state.store.set(state.round_done_key, b"0")
         return wait(state, *arguments, **options)
 
     barrier._wait_for_rendezvous_open = wait_for_newest
+
+
+def count_who_came(barrier: Any, handler: Any) -> None:
+    """Have a round of ``barrier`` end as 0.4.1's does: once the most nodes have come, or the fewest that may train and no
+    other within the last call. All who came are in the world."""
+    perform, close, assign = barrier.perform_rendezvous, barrier._host_close_round, barrier.assign_group_ranks
+    perform_handler = handler._perform_rendezvous
+
+    def perform_rendezvous(state: Any, node: Any, fewest: int, most: int, **options: Any) -> tuple[int, int]:
+        state.fewest = fewest
+        rank, came = perform(state, node, most, most, **options)
+        state.came = min(came, most)
+        return rank, came
+
+    def close_round(state: Any, node: Any, _: int, most: int, *arguments: Any, **options: Any) -> None:
+        last_call = float("inf")
+        while (came := participants(state)) < most and time.monotonic() < last_call:
+            if came >= state.fewest and last_call == float("inf"):
+                last_call = time.monotonic() + state.last_call_timeout_seconds
+            state._check_timeout_and_closure(node)
+            time.sleep(0.1)
+        close(state, node, state.fewest, most, *arguments, **options)
+
+    def assign_ranks(state: Any, _: int, most: int, *arguments: Any, **options: Any) -> Any:
+        came = len(options["active_candidate_participants"])
+        return assign(state, min(came, most), most, *arguments, **options)
+
+    def perform_of_handler(self: Any) -> None:
+        perform_handler(self)
+        self._world_size = self._barrier_state.came
+
+    barrier.perform_rendezvous, barrier._host_close_round = perform_rendezvous, close_round
+    barrier.assign_group_ranks, handler._perform_rendezvous = assign_ranks, perform_of_handler
+
+
+def participants(state: Any) -> int:
+    """How many nodes are in the open round of this barrier."""
+    if not state.store.check([state.join_count_key]):
+        return 0
+    joined = int(state.store.get(state.join_count_key))
+    found = state.get_all_participants(total_participants=joined, expected_round_id=state._round)
+    return sum(participant is not None for participant in found)
 
 
 def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -> list[str]:
@@ -124,6 +176,8 @@ def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -
     ]
     if in_job:
         arguments += in_job_arguments(Limits.of(config))
+        if low != config.nodes and (0, 6) <= version() < (0, 7):
+            arguments.append("--ft-rdzv-impl=legacy")
     return [*arguments, "--no-python", sys.executable, "-S", "-E", str(STUB), socket, WORKER]
 
 

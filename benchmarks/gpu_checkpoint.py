@@ -183,7 +183,7 @@ def start_fork_server(root: Path, rank: int) -> subprocess.Popen[bytes]:
     address = str(root / f"fork-{rank}")
     os.environ["HOLDFAST_FORK_SERVER"] = address
     return subprocess.Popen(
-        [sys.executable, "-m", "trainer.recovery.fork_server", address, str(root / "runs" / "ours"), "1", "0", "0"],
+        [sys.executable, "-m", "trainer.recovery.fork_server", address, str(root / "runs" / "ours"), "1", "0", "0", "600"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_WARM_POOL": "0", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
     )
 

@@ -87,9 +87,11 @@ class Session:
         self.events.emit("process_group_ready")
         if not iteration:
             await_end(environment.predecessor(), self.watch.limits.in_job)
+        self.meeting.connect_gpus(device)
         run = Iteration.build(self, control)
         self.events.emit("model_ready")
         run.resume()
+        self.meeting.connected()
         return run.steps()
 
     def keep(self, name: str, make: Callable[[], T]) -> T:

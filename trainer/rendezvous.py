@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import socket
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Meeting:
         self._stores = {env.master_port}
         """Ports of stores: connections to them are not gloo's, even if they were made meanwhile."""
         self._connections: dict[int, str] = {}
+        self._connecting: threading.Thread | None = None
 
     def share_port(self, port: int) -> int:
         """Rank 0's ``port``, where it will host another store, on every rank, before there is a process group."""
@@ -78,6 +80,19 @@ class Meeting:
         self._connections = {fd: name for fd, name in open_sockets().items() if before.get(fd) != name}
         return control
 
+    def connect_gpus(self, device: torch.device) -> None:
+        """Begin NCCL's connections, which the first collective of each kind makes: 0.4 s in which a model is built and
+        loaded. ``connected`` must be called before any other collective on GPUs."""
+        if device.type == "cuda":
+            self._connecting = threading.Thread(target=first_collectives, args=(device,), daemon=True)
+            self._connecting.start()
+
+    def connected(self) -> None:
+        """Return when NCCL's connections are made; what went wrong with them is seen at the next collective."""
+        while self._connecting is not None and self._connecting.is_alive():
+            self._connecting.join(0.1)  # (not at once: a restart in the process raises in this thread)
+        self._connecting = None
+
     def limit_collectives(self, seconds: float) -> None:
         """From now on a collective of the default group may take ``seconds``; those of the control group are not limited."""
         c10d._set_pg_timeout(timedelta(seconds=seconds))
@@ -97,6 +112,16 @@ class Meeting:
                     if not any(isinstance(end, tuple) and end[1] in self._stores for end in ends):
                         connection.shutdown(socket.SHUT_RDWR)
         self._connections = {}
+
+
+def first_collectives(device: torch.device) -> None:
+    """One of each kind of collective that training uses, on the default group."""
+    with contextlib.suppress(Exception):  # (the group may be aborted meanwhile)
+        torch.cuda.set_device(device)
+        one, all_ranks = torch.ones(1, device=device), torch.ones(dist.get_world_size(), device=device)
+        dist.all_gather_into_tensor(all_ranks, one)
+        dist.reduce_scatter_tensor(one, all_ranks)
+        dist.all_reduce(one)
 
 
 def open_sockets() -> dict[int, str]:

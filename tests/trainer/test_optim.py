@@ -53,6 +53,27 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         torch.testing.assert_close(parameter.detach(), expected)
 
 
+def test_the_update_is_that_of_torch_bit_for_bit() -> None:
+    """With tied weights, a group of which nothing has a gradient, and parameters that get one in some steps only."""
+    ours, theirs = (build_model(PRESETS["tiny"], "cpu") for _ in range(2))
+    init_weights(ours, 0), init_weights(theirs, 0)
+    optimizer = build_optimizer(ours, config(weight_decay=0.1))
+    groups = build_optimizer(theirs, config(weight_decay=0.1)).param_groups
+    reference = torch.optim.AdamW([{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for step in range(1, 5):
+        generator = torch.Generator().manual_seed(step)
+        for number, (mine, other) in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
+            gradient = torch.randn(mine.shape, generator=generator)
+            mine.grad, other.grad = (None, None) if number % 3 == 0 and step == 2 else (gradient, gradient.clone())
+        apply_learning_rate(optimizer, step, config())
+        apply_learning_rate(reference, step, config())
+        optimizer.step()
+        reference.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert all(torch.equal(optimizer.state[mine][key], reference.state[other][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
 def test_a_few_steps_learn() -> None:
     model = build_model(PRESETS["tiny"], "cpu")
     init_weights(model, 0)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from trainer.optim import moments
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,9 @@ class TrainingState:
         named: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             named[f"model.{name}"] = parameter.detach()
-            for key, value in sorted(self._moments(parameter).items()):
+            for key, value in sorted(moments(self.optimizer, parameter).items()):
                 named[f"optimizer.{name}.{key}"] = value
         return named
-
-    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The optimizer's state of a parameter, made as AdamW would at its first step where there is none yet."""
-        state: dict[str, Tensor] = self.optimizer.state[parameter]
-        if not state:
-            group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
-            device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            state["exp_avg"] = torch.zeros_like(parameter.detach())
-            state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
-        return state
 
 
 def local(tensor: Tensor) -> Tensor:

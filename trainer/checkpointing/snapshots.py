@@ -73,7 +73,7 @@ class SnapshotSlot:
     def _warm(self, paths: list[Path], size: int) -> None:
         with contextlib.suppress(OSError):  # no room: the first snapshot says so
             for path in paths:
-                self._open(path, size)
+                self._open(path, size).populate()
 
     def open(self, path: Path, size: int) -> HostBuffer:
         """The mapped file at ``path``, made where it is not there. Raises ``OSError`` when there is no room."""

@@ -10,6 +10,7 @@ state again, the loop waits for it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import struct
@@ -28,6 +29,7 @@ from trainer.checkpointing.transfer import Copying, copy
 ALIGNMENT = 64
 BLOCK = 64 << 20
 CHECKSUM_THREADS = 16
+MADV_POPULATE_WRITE = 23
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,16 @@ class HostBuffer:
         self._map = mmap.mmap(fd, size + offset)
         self._offset = offset
         self.flat: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)[offset:]
+
+    def populate(self) -> None:
+        """Map its pages, a part at a time: a copy that has to do it page by page takes twice as long. Does nothing on kernels
+        before 5.14."""
+        libc = ctypes.CDLL(None)
+        start = self.flat.data_ptr() - self._offset
+        for offset in range(0, self.size + self._offset, BLOCK):
+            length = min(BLOCK, self.size + self._offset - offset)
+            if libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
+                return
 
     def store(self, tensors: Mapping[str, Tensor], layout: Layout) -> Copying:
         """Begin to copy every tensor's local part in; they must not change before the copy has been waited for."""

@@ -35,8 +35,13 @@ class WriterSlot:
         """Begin to make the staging buffer in the background: the kernel takes seconds to clear gigabytes, which no save
         should wait for, and neither should a recovery: it is called once training is under way."""
         if self.cold:
-            self._warming = threading.Thread(target=self._make, args=(size,), name="staging", daemon=True)
+            self._warming = threading.Thread(target=self._warm, args=(size,), name="staging", daemon=True)
             self._warming.start()
+
+    def _warm(self, size: int) -> None:
+        self._make(size)
+        assert self.staging is not None
+        self.staging.buffer.populate()
 
     def _make(self, size: int) -> None:
         self.staging = AnonymousBuffer(size)

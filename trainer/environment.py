@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 RUN_DIRECTORY = "HOLDFAST_RUN"
@@ -125,6 +126,15 @@ def predecessor() -> int:
 def rewrite_for_cpu_wrapper() -> None:
     """Hide LOCAL_RANK: NVRx >= 0.6 takes it for 'there are GPUs' and runs health checks that fail on a CPU."""
     os.environ.pop("LOCAL_RANK", None)
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether this machine has a GPU that torch can use. Asked once for a process and its forks: the driver may need a
+    third of a second to say it, while it takes back what a killed process had."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def mapping() -> dict[str, str]:

@@ -256,7 +256,6 @@ class Iteration:
 
     def batch(self, step: int) -> Batch:
         """This rank's samples of ``step``, in memory that a GPU can copy from by itself."""
-        import torch
 
         from trainer.data import rank_batch, sample_ids
 
@@ -264,7 +263,7 @@ class Iteration:
         ids = sample_ids(config.seed, step, config.global_batch_size, self.dataset.samples)
         batches = rank_batch(ids, self.control.rank, self.control.world_size, config.micro_batch_size)
         tokens = [self.dataset.batch(batch) for batch in batches]
-        if torch.cuda.is_available():
+        if environment.has_gpu():
             tokens = [tokens_BT.pin_memory() for tokens_BT in tokens]
         return Batch(step, [index for batch in batches for index in batch], tokens)
 

@@ -33,7 +33,7 @@ KEEP_GATHERED = 0.125
 
 def choose_device() -> torch.device:
     """This process's device: its own GPU (made the current one), or the CPU where there is none."""
-    if not torch.cuda.is_available():
+    if not environment.has_gpu():
         return torch.device("cpu")
     device = torch.device("cuda", environment.local_rank())
     torch.cuda.set_device(device)
@@ -68,7 +68,7 @@ def ready_compilers(*, restarted: bool) -> None:
 
     if restarted:
         torch._inductor.config.compile_threads = 1
-    elif torch.cuda.is_available():
+    elif environment.has_gpu():
         AsyncCompile.warm_pool()
         AsyncCompile.wakeup()
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Meeting:
 
     def __init__(self, env: WorkerEnvironment, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
+        if env.rank:
+            await_listener(env.master_address, env.master_port, timeout)
         # The launcher gives every round of ranks a port of its own, so that a store holds nothing of an earlier round.
         # (Counts of restarts would not tell rounds apart: a replaced node begins to count anew.)
         self._store = TCPStore(
@@ -112,6 +115,18 @@ class Meeting:
                     if not any(isinstance(end, tuple) and end[1] in self._stores for end in ends):
                         connection.shutdown(socket.SHUT_RDWR)
         self._connections = {}
+
+
+def await_listener(host: str, port: int, seconds: float) -> None:
+    """Return once somebody listens at ``port`` (or time is up, which whoever connects will see). A store's client that comes
+    before its server tries again only after half a second or more."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.02)
 
 
 def first_collectives(device: torch.device) -> None:

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer import environment
 from trainer.errors import ExitCode, PipelineError, code_of, exit_with
 from trainer.events import EventLog
 from trainer.paths import RunPaths
@@ -158,11 +159,11 @@ class ForkServer:
         except (OSError, ValueError):
             connection.close()
             return
-        environment = wanted["environment"]
-        local_rank = int(environment.get("LOCAL_RANK", "-1"))
+        variables = wanted["environment"]
+        local_rank = int(variables.get("LOCAL_RANK", "-1"))
         if wanted["kind"] == "worker":
             before = [c.pid for c in self._children.values() if c.kind == "worker" and c.local_rank == local_rank]
-            environment["HOLDFAST_PREDECESSOR"] = str(before[-1] if before else 0)
+            variables[environment.PREDECESSOR] = str(before[-1] if before else 0)
             if self._decisive:
                 wanted |= {"target": "trainer.recovery.fork_server:hold", "argv": [str(self._decisive)]}
         sys.stdout.flush()
@@ -178,7 +179,7 @@ class ForkServer:
             os.close(descriptor)
         if wanted["kind"] == "worker":
             self._started.touch()
-        child = Child(pid, wanted["kind"], connection, local_rank, int(environment.get("HOLDFAST_OWNER", "0")))
+        child = Child(pid, wanted["kind"], connection, local_rank, int(variables.get("HOLDFAST_OWNER", "0")))
         self._children[pid] = child
         self._selector.register(connection, selectors.EVENT_READ, child)
 
@@ -317,7 +318,7 @@ def remember() -> None:
 
     torch_key()
     with contextlib.suppress(ImportError, AttributeError):  # where these lie depends on the versions
-        importlib.import_module("triton.runtime.cache").triton_key()
+        importlib.import_module("torch._inductor.runtime.triton_compat").triton_key()
     with contextlib.suppress(ImportError, AttributeError):
         get_funcname = importlib.import_module("torch._dynamo.funcname_cache").get_funcname
         for name in TRACED:
@@ -369,9 +370,7 @@ def main(argv: list[str] | None = None) -> int:
     events = EventLog(paths.events, run.name, "node", attempt=int(attempt), node=int(node), pod=int(pod))
     for name in PRELOAD:
         importlib.import_module(name)
-    import torch
-
-    if torch.cuda.is_available():
+    if environment.has_gpu():  # (which the forks know from now on)
         for name in PRELOAD_GPU:
             with contextlib.suppress(ImportError):  # (not in every version of torch)
                 importlib.import_module(name)

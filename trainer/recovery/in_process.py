@@ -17,7 +17,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess.state import FrozenState
@@ -27,9 +26,11 @@ from trainer.config import RunConfig
 from trainer.errors import PipelineError
 from trainer.events import EventLog
 from trainer.recovery.base import SHORTEST_STARTUP, Train, Watch
-from trainer.rendezvous import Meeting
+from trainer.rendezvous import Meeting, await_listener
 
 INTERVAL = timedelta(seconds=0.1)
+STORE_SECONDS = 120
+"""How long a rank waits for the others at the Wrapper's store."""
 
 Leave = Callable[[PipelineError], NoReturn]
 """Says why this process ends, and ends it."""
@@ -70,8 +71,11 @@ class InProcess:
 
     def _store(self) -> dict[str, Any]:
         """The Wrapper's store, on a port of its own: rank 0 picks it and tells the others."""
-        env = environment.read()
-        return {"host_name": env.master_address, "port": self._meeting.share_port(free_port()), "timeout": timedelta(seconds=120)}
+        return {
+            "host_name": environment.read().master_address,
+            "port": self._meeting.share_port(free_port()),
+            "timeout": timedelta(seconds=STORE_SECONDS),
+        }
 
     def run(self, train: Train) -> int:
         config, limits = self._config, self._watch.limits
@@ -79,7 +83,7 @@ class InProcess:
         world = environment.read().world_size  # whole, whatever it is: how many nodes take part is the launcher's to decide
         checks: list[inprocess.health_check.HealthCheck] = [inprocess.health_check.FaultCounter(iterations)]
         store = self._store()
-        if torch.cuda.is_available():
+        if environment.has_gpu():
             checks.insert(0, inprocess.health_check.CudaHealthCheck(timedelta(seconds=10)))
         else:
             environment.rewrite_for_cpu_wrapper()
@@ -105,6 +109,8 @@ class InProcess:
             last_call_wait=INTERVAL,
             termination_grace_time=timedelta(seconds=0.2),
         )
+        if environment.read().rank:
+            await_listener(store["host_name"], store["port"], STORE_SECONDS)
         return int(wrapper(self._entry(train))())
 
     def _entry(self, train: Train) -> Callable[..., int]:

@@ -193,18 +193,7 @@ class Task:
             os.set_blocking(self.pipe, False)
         try:
             os.chdir(self.request["directory"])
-            self.main = os.posix_spawnp(
-                command[0],
-                command,
-                environment,
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, output, 1),
-                    (os.POSIX_SPAWN_DUP2, self.log, 2),
-                ],
-                setsid=True,
-                setsigdef=_DEFAULT_SIGNALS,
-            )
+            self.main = start(command, environment, output, self.log)
         except OSError as error:
             os.write(self.log, f"{command[0]}: {error.strerror}\n".encode())
             self.status = 64 << 8
@@ -284,6 +273,50 @@ class Task:
             too_long = len(data) > MAX_OUTPUT
             found[path] = {"error": f"larger than {MAX_OUTPUT} bytes"} if too_long else data.decode(errors="replace")
         return found
+
+
+def start(command: list[str], environment: dict[str, str], output: int, log: int) -> int:
+    """Execute ``command`` in a session of its own, with the signals and standard files of a fresh process."""
+    try:
+        return os.posix_spawnp(
+            command[0],
+            command,
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, output, 1),
+                (os.POSIX_SPAWN_DUP2, log, 2),
+            ],
+            setsid=True,
+            setsigdef=_DEFAULT_SIGNALS,
+        )
+    except NotImplementedError:  # (no sessions: a Python built for a C library of before 2017, as those that uv installs)
+        return fork_and_execute(command, environment, output, log)
+
+
+def fork_and_execute(command: list[str], environment: dict[str, str], output: int, log: int) -> int:
+    """The same by hand. Raises what stands in the way of executing it, which the fork says in a pipe."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.set_wakeup_fd(-1)
+            os.setsid()
+            for number in _DEFAULT_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            for target, descriptor in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, log)):
+                os.dup2(descriptor, target)
+            os.execvpe(command[0], command, environment)
+        except OSError as error:
+            os.write(write, str(error.errno).encode())
+        finally:
+            os._exit(64)
+    os.close(write)
+    failure = os.read(read, 16)
+    os.close(read)
+    if failure:
+        raise OSError(int(failure), os.strerror(int(failure)))
+    return pid
 
 
 def _read_file(path: str) -> bytes:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -112,19 +113,20 @@ def restarts(options: argparse.Namespace) -> list[dict[str, object]]:
             ended.set()
             watcher.join()
         report = json.loads((options.out / f"restarts-{kind}.json").read_text())
-        early = [s for s in samples if 2 <= s["restarts"] <= 3] or samples[:1]
-        late = [s for s in samples if s["restarts"] >= count] or samples[-1:]
+        training = [s for s in samples if s["processes"] >= statistics.median(s["processes"] for s in samples)]
+        early = [s for s in training if 2 <= s["restarts"] <= 3] or training[:1]
+        late = [s for s in training if s["restarts"] >= count] or training[-1:]
         row: dict[str, object] = {"20 x": kind, "recovered": len(report["faults"]), "steps": report["steps_completed"]}
         for name in ("GPU MiB", "sockets", "listening", "descriptors", "processes", "memory MiB"):
-            row[f"{name}: after 2-3, after 20"] = f"{least(early, name)}, {least(late, name)}"
+            row[f"{name}: after 2-3, after 20"] = f"{middle(early, name)}, {middle(late, name)}"
         rows.append(row)
         assert run
     return rows
 
 
-def least(samples: list[dict[str, float]], name: str) -> str:
-    """The least of the samples, which is what is held for good: a restart that is going on holds more for a moment."""
-    return f"{min((s[name] for s in samples), default=0):.0f}"
+def middle(samples: list[dict[str, float]], name: str) -> str:
+    """The median of the samples: a restart that is going on holds more, or less, for a moment."""
+    return f"{statistics.median(s[name] for s in samples):.0f}"
 
 
 def watch(folder: Path, ranks: int, samples: list[dict[str, float]], ended: threading.Event) -> None:

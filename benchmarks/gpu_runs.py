@@ -60,26 +60,32 @@ def train(run_id: str, options: argparse.Namespace, *flags: str, limit: float) -
 
 
 def price(options: argparse.Namespace) -> list[dict[str, object]]:
-    """The bare loop, then training with heartbeats, events, a snapshot each 50 steps and a durable checkpoint each 300."""
+    """Training with heartbeats, events, a snapshot each 50 steps and a durable checkpoint each 300, between two runs of the
+    bare loop: a GPU that has worked for minutes is slower than a cool one."""
     from trainer import events
 
     steps = options.steps or 300
     options.sequence_length, options.micro_batch_size = options.sequence_length or 8192, options.micro_batch_size or 4
     case = f"{options.model}:{options.sequence_length}:{options.micro_batch_size}"
-    bare = gpu_throughput.bare(options.gpus, case, max(20, steps // 4), options.out, options.compile == "true", 256)[0]
-    first = 30
+
+    def bare() -> float:
+        [row] = gpu_throughput.bare(options.gpus, case, max(20, steps // 4), options.out, options.compile == "true", 256)
+        return float(str(row["step, s"]))
+
+    before, first = bare(), 30
     run = train(
         "price", options, f"--max-steps={steps + first + 5}", f"--checkpoint-interval-steps={min(300, steps)}",
         "--snapshot-interval-steps=50", "--recovery=combined", limit=420,
     )  # fmt: skip
     ends = {event.data["step"]: event.monotonic for event in events.read(run / "events") if event.event == "step_end" and event.rank == 0}
     each = [ends[number] - ends[number - 1] for number in range(first + 1, first + steps + 1)]
-    mean, alone = statistics.mean(each), float(str(bare["step, s"]))
+    after = bare()
+    mean, alone = statistics.mean(each), (before + after) / 2
     report = json.loads((options.out / "price.json").read_text())
     return [
         {
             "model": options.model, "batch a GPU": f"{options.micro_batch_size} x {options.sequence_length}",
-            "bare step, s": alone, "with everything, mean s": mean, "median s": statistics.median(each),
+            "bare step before, after, s": f"{before:.4f}, {after:.4f}", "with everything, mean s": mean, "median s": statistics.median(each),
             "price %": 100 * (mean / alone - 1), "steps": steps, "durable each": min(300, steps), "snapshots": report["snapshots"]["committed"],
             "durable ones": report["checkpoints"]["committed"], "slowest three steps, s": " ".join(f"{s:.2f}" for s in sorted(each)[-3:]),
         }

@@ -5,7 +5,7 @@
 
 The steps are those of the training pipeline. What the arms differ in are parameters of the template ``arm``; what they
 share are the workflow's, as in the training pipeline. An arm that fails does not keep the next one from running: the
-report says which did not finish.
+report says which did not finish, and the workflow fails.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def benchmark_pipeline(kind: type[Workflow], table: Experiments, repetitions: in
     fitted = [arms.run_name(reference("run-id"), name) for name in table.fit]
     texts = {"title": table.title, "description": f"{len(order)} runs one after another, each trained and validated, then one report"}
     with kind(**settings(kind, NAME, parameters(table), texts)) as workflow:
-        check = tasks.check(values_of(table, table.names[0]) | ({parameter(RATE): "0"} if table.storage else {}))
+        longest = {"run-id": max(runs, key=len)}  # what does not fit an arm's names is refused before the first one
+        check = tasks.check(values_of(table, table.names[0]) | longest | ({parameter(RATE): "0"} if table.storage else {}))
         download = tasks.download()
         arm = arm_template(table)
         rate = tasks.storage_rate(table.storage) if table.storage else None
         report = tasks.compare(words, fitted)
         workflow.on_exit = tasks.release(runs)
-        with DAG(name="benchmark"):
+        labels = [arms.run_name("arm", name, number) for name, number in order]
+        with DAG(name="benchmark", target=" ".join([*labels, "report"]), fail_fast=False):
             Task(name="check", template=check)
             first = Task(name="download", template=download, depends="check")
             dataset = first.get_parameter("dataset")
             ready, before = "download", ""
-            for number, (name, repetition) in enumerate(order):
-                run = arms.run_name(reference("run-id"), name, repetition)
-                label = arms.run_name("arm", name, repetition)
+            for number, ((name, _), run, label) in enumerate(zip(order, runs, labels, strict=True)):
                 values = values_of(table, name) | {"run-id": run, "dataset": dataset}
                 if rate is not None:
                     values[parameter(RATE)] = "{{tasks.storage-rate.outputs.parameters.bytes-per-second}}" if number else "0"

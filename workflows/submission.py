@@ -105,9 +105,11 @@ def authored_benchmark(
     table = arms.load(experiments)
     changes = arms.shared_changes(table, given)
     configs = [table.config(name, changes) for name in table.names]
+    run_id = str(given.get("run_id", "benchmark"))
+    for name, number in table.order(repetitions):
+        build({"run_id": arms.run_name(run_id, name, number)})
     for config in configs:
         check(config, placement)
-    run_id = str(given.get("run_id", "benchmark"))
     values = benchmark.arguments(table, configs[0], run_id) | placement
     return run_id, _with_arguments(author("benchmark", Workflow, experiments, repetitions), values)
 

@@ -169,7 +169,14 @@ def _stop(api: ApiServer, name: str, run_id: str) -> Step:
 
 
 def job_steps(api: ApiServer, run_id: str) -> list[Step]:
-    selector = cluster.selector(run_id) if run_id else f"{LABEL_RUN},{LABEL_COMPONENT}={TRAINING}"
+    """The Jobs and Services of a run, or of all; of a benchmark, those of its arms too, which its Workflow owns."""
+    selector = f"{LABEL_RUN},{LABEL_COMPONENT}={TRAINING}"
+    owners = {job_state.name(workflow) for workflow in api.workflows() if job_state.run_of(workflow) == run_id}
+
+    def wanted(resource: Manifest) -> bool:
+        metadata = resource["metadata"]
+        owned = {owner["name"] for owner in metadata.get("ownerReferences", []) if owner["kind"] == "Workflow"}
+        return run_id in ("", metadata["labels"][LABEL_RUN]) or bool(owned & owners)
 
     def pods_gone(job: str) -> bool:
         return api.job(job) is None and not api.pods(f"{job_state.JOB}={job}")
@@ -190,8 +197,8 @@ def job_steps(api: ApiServer, run_id: str) -> list[Step]:
             ),
         )
 
-    jobs = [job_step(job_state.name(job)) for job in api.jobs(selector)]
-    return jobs + [service_step(job_state.name(service)) for service in api.services(selector)]
+    jobs = [job_step(job_state.name(job)) for job in api.jobs(selector) if wanted(job)]
+    return jobs + [service_step(job_state.name(service)) for service in api.services(selector) if wanted(service)]
 
 
 def claim_steps(api: ApiServer) -> list[Step]:

@@ -39,3 +39,21 @@ def test_arms_run_one_after_another_and_are_compared(tmp_path: Path) -> None:
     assert (fault.kind, fault.step, fault.recovered_by, fault.resumed_step) == ("hang", 8, "pod", 5)
     assert 2.5 < fault.detection_seconds < 15, "the heartbeat of the other arms is this arm's process-group timeout"
     assert fault.phases["load"] >= 0.5 * slow, "loads go through the same bucket"
+
+
+def test_an_arm_that_fails_keeps_nothing_from_running_and_fails_the_benchmark(tmp_path: Path) -> None:
+    table = tmp_path / "table.yaml"
+    table.write_text(
+        "title: One that cannot learn\n"
+        "common: {model: tiny, sequence-length: 64, warmup-steps: 0, max-steps: 12, checkpoint-mode: 'off', checkpoint-interval-steps: 5}\n"
+        "arms:\n"
+        "  - {name: broken, learning-rate: 1e30}\n"
+        "  - {name: after, learning-rate: 1e-3}\n"
+    )
+    command = [sys.executable, str(PROJECT / "workflows" / "run.py"), "local", "--pipeline=benchmark"]
+    command += [f"--experiments={table}", f"--root={tmp_path / 'fsx'}", "--run-id=short", "--quiet"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 70, done.stdout + done.stderr
+    assert "1 of 2 runs" in done.stdout
+    found = Comparison.read(paths.comparison(tmp_path / "fsx", "short", "json"))
+    assert [(arm.run, arm.complete) for arm in found.arms] == [("short-broken", False), ("short-after", True)]

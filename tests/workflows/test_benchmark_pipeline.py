@@ -162,6 +162,14 @@ def test_what_arms_differ_in_is_no_flag_of_the_benchmark() -> None:
     assert "recovery" not in given
 
 
+def test_an_id_that_only_a_repetition_makes_too_long_is_refused_before_the_first_arm() -> None:
+    longest = max(len(name) for name in arms.load("headline").names)
+    run_id = "b" * (40 - longest - 1)
+    authored_benchmark("headline", 1, {"run_id": run_id}, PLACEMENT)
+    with pytest.raises(ConfigurationError, match="--run-id"):
+        authored_benchmark("headline", 5, {"run_id": run_id}, PLACEMENT)
+
+
 def test_a_local_benchmark_refuses_before_it_begins(tmp_path: Path) -> None:
     args = argparse.Namespace(experiments="laptop", repetitions=1, max_steps="9")
     with pytest.raises(ConfigurationError, match="--max-steps"):

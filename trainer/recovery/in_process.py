@@ -80,7 +80,8 @@ class InProcess:
     def run(self, train: Train) -> int:
         config, limits = self._config, self._watch.limits
         iterations = config.max_restarts
-        world = environment.read().world_size  # whole, whatever it is: how many nodes take part is the launcher's to decide
+        env = environment.read()
+        world = env.world_size  # whole, whatever it is: how many nodes take part is the launcher's to decide
         checks: list[inprocess.health_check.HealthCheck] = [inprocess.health_check.FaultCounter(iterations)]
         store = self._store()
         if environment.has_gpu():
@@ -109,7 +110,7 @@ class InProcess:
             last_call_wait=INTERVAL,
             termination_grace_time=timedelta(seconds=0.2),
         )
-        if environment.read().rank:
+        if env.rank:
             await_listener(store["host_name"], store["port"], STORE_SECONDS)
         return int(wrapper(self._entry(train))())
 

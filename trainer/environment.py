@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 RUN_DIRECTORY = "HOLDFAST_RUN"
@@ -18,6 +17,7 @@ FORK_SERVER = "HOLDFAST_FORK_SERVER"
 PREDECESSOR = "HOLDFAST_PREDECESSOR"
 PROGRESS_FILE = "ARGO_PROGRESS_FILE"
 STATUS_FILE = "HOLDFAST_STATUS_FILE"
+_gpu_seen = False
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,15 @@ def rewrite_for_cpu_wrapper() -> None:
     os.environ.pop("LOCAL_RANK", None)
 
 
-@cache
 def has_gpu() -> bool:
-    """Whether this machine has a GPU that torch can use. Asked once for a process and its forks: the driver may need a
+    """Whether this machine has a GPU that torch can use. A yes is remembered, and inherited by forks: the driver may need a
     third of a second to say it, while it takes back what a killed process had."""
-    import torch
+    global _gpu_seen
+    if not _gpu_seen:
+        import torch
 
-    return torch.cuda.is_available()
+        _gpu_seen = torch.cuda.is_available()
+    return _gpu_seen
 
 
 def mapping() -> dict[str, str]:

@@ -75,7 +75,7 @@ class Session:
         self.events.update(rank=env.rank, world_size=env.world_size, iteration=iteration)
         self.events.emit("entry")
         if env.rank == 0 and iteration:  # (``main`` has counted the first)
-            self.ledger().enter(self.record.config.no_progress_restarts)
+            self.ledger().enter(self.record.config.no_progress_restarts, env.world_size)
         newest = newest_attempt(self.paths)
         if newest > env.attempt:
             self.events.emit("fenced", newest=newest)
@@ -346,7 +346,7 @@ def main() -> int:
     try:
         record = RunRecord.read(paths.record)
         if env.rank == 0:
-            Ledger(paths).enter(record.config.no_progress_restarts)
+            Ledger(paths).enter(record.config.no_progress_restarts, env.world_size)
         import torch
 
         from trainer.recovery import build

@@ -26,6 +26,7 @@ class Progress(Record):
     committed: int = -1
     fruitless: int = 0
     entries: int = 0
+    world_size: int = 0
 
 
 class Now(BaseModel):
@@ -45,16 +46,22 @@ class Ledger:
         self._furthest = max(read_now(paths).furthest, 0)
         self._fd = os.open(paths.furthest, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def enter(self, limit: int) -> None:
-        """Note an entry; ``NoProgressError`` when ``limit`` restarts in a row advanced nothing."""
+    def enter(self, limit: int, world_size: int) -> None:
+        """Note an entry; ``NoProgressError`` when ``limit`` restarts in a row advanced nothing.
+
+        One at another world size does not count: nodes came late or left, and nothing need be wrong with the run.
+        """
         try:
             before = Progress.read(self._paths.progress)
         except (FileNotFoundError, DataError):
             before = Progress()
         now = (self._furthest, newest_commit(self._paths))
         advanced = now[0] > before.furthest or now[1] > before.committed
-        fruitless = 0 if advanced else before.fruitless + 1
-        progress = Progress(furthest=now[0], committed=now[1], fruitless=fruitless, entries=before.entries + 1)
+        counts = world_size == before.world_size or not before.entries
+        fruitless = 0 if advanced else before.fruitless + counts
+        progress = Progress(
+            furthest=now[0], committed=now[1], fruitless=fruitless, entries=before.entries + 1, world_size=world_size
+        )
         try:
             progress.write(self._paths.progress)
         except OSError as error:  # a full disk is no reason not to train

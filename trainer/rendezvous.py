@@ -51,7 +51,7 @@ class Meeting:
         self._stores = {env.master_port}
         """Ports of stores: connections to them are not gloo's, even if they were made meanwhile."""
         self._connections: dict[int, str] = {}
-        self._connecting: threading.Thread | None = None
+        self._connecting: FirstCollectives | None = None
 
     def share_port(self, port: int) -> int:
         """Rank 0's ``port``, where it will host another store, on every rank, before there is a process group."""
@@ -71,10 +71,12 @@ class Meeting:
         """Make the default process group of this iteration and its control group."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # A connection of its own: what an aborted iteration left waiting at the store holds that connection's lock.
+        store = TCPStore(env.master_address, env.master_port, is_master=False, timeout=self._timeout, wait_for_workers=False)
         before = open_sockets()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore(f"iteration/{iteration}", self._store),
+            store=PrefixStore(f"iteration/{iteration}", store),
             rank=env.rank,
             world_size=env.world_size,
             timeout=self._timeout,
@@ -87,14 +89,16 @@ class Meeting:
         """Begin NCCL's connections, which the first collective of each kind makes: 0.4 s in which a model is built and
         loaded. ``connected`` must be called before any other collective on GPUs."""
         if device.type == "cuda":
-            self._connecting = threading.Thread(target=first_collectives, args=(device,), daemon=True)
+            self._connecting = FirstCollectives(device)
             self._connecting.start()
 
     def connected(self) -> None:
-        """Return when NCCL's connections are made; what went wrong with them is seen at the next collective."""
-        while self._connecting is not None and self._connecting.is_alive():
-            self._connecting.join(0.1)  # (not at once: a restart in the process raises in this thread)
-        self._connecting = None
+        """Return when NCCL's connections are made. Raises what went wrong with them."""
+        thread, self._connecting = self._connecting, None
+        while thread is not None and thread.is_alive():
+            thread.join(0.1)  # (not at once: a restart in the process raises in this thread)
+        if thread is not None and thread.error is not None:
+            raise thread.error
 
     def limit_collectives(self, seconds: float) -> None:
         """From now on a collective of the default group may take ``seconds``; those of the control group are not limited."""
@@ -120,23 +124,35 @@ class Meeting:
 def await_listener(host: str, port: int, seconds: float) -> None:
     """Return once somebody listens at ``port`` (or time is up, which whoever connects will see). A store's client that comes
     before its server tries again only after half a second or more."""
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.01
+    with contextlib.suppress(OSError):
+        host = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])  # (once, not at every try)
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, port), timeout=1).close()
             return
         except OSError:
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
 
 
-def first_collectives(device: torch.device) -> None:
-    """One of each kind of collective that training uses, on the default group."""
-    with contextlib.suppress(Exception):  # (the group may be aborted meanwhile)
-        torch.cuda.set_device(device)
-        one, all_ranks = torch.ones(1, device=device), torch.ones(dist.get_world_size(), device=device)
-        dist.all_gather_into_tensor(all_ranks, one)
-        dist.reduce_scatter_tensor(one, all_ranks)
-        dist.all_reduce(one)
+class FirstCollectives(threading.Thread):
+    """One of each kind of collective that training uses, on what is the default group now."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(name="connect", daemon=True)
+        self.error: Exception | None = None
+        self._device, self._group, self._ranks = device, dist.group.WORLD, dist.get_world_size()
+
+    def run(self) -> None:
+        try:
+            torch.cuda.set_device(self._device)
+            one, all_ranks = torch.ones(1, device=self._device), torch.ones(self._ranks, device=self._device)
+            dist.all_gather_into_tensor(all_ranks, one, group=self._group)
+            dist.reduce_scatter_tensor(one, all_ranks, group=self._group)
+            dist.all_reduce(one, group=self._group)
+        except Exception as error:
+            self.error = error
 
 
 def open_sockets() -> dict[int, str]:

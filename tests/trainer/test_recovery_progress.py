@@ -19,10 +19,10 @@ def paths(tmp_path: Path) -> RunPaths:
     return found
 
 
-def enter(paths: RunPaths, limit: int = 3) -> Ledger:
+def enter(paths: RunPaths, limit: int = 3, world_size: int = 2) -> Ledger:
     """As a new process does."""
     ledger = Ledger(paths)
-    ledger.enter(limit)
+    ledger.enter(limit, world_size)
     return ledger
 
 
@@ -49,6 +49,15 @@ def test_progress_of_either_kind_begins_the_count_anew(paths: RunPaths, advance:
         enter(paths)
     with pytest.raises(NoProgressError):
         enter(paths)
+
+
+def test_nodes_that_come_one_after_another_do_not_end_the_run(paths: RunPaths) -> None:
+    for world_size in range(2, 20, 2):
+        enter(paths, world_size=world_size)
+    for _ in range(2):
+        enter(paths, world_size=18)
+    with pytest.raises(NoProgressError):
+        enter(paths, world_size=18)
 
 
 def test_steps_that_were_done_before_are_no_progress(paths: RunPaths) -> None:
@@ -86,5 +95,5 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
             for _ in range(100):
                 ballast.write(b"\1" * 4096)
         ledger.completed(1, 1.0, 10.0)
-        ledger.enter(3)
+        ledger.enter(3, 2)
         assert read_entries(paths) == 1  # what could not be written has not torn what was

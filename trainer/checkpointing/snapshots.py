@@ -104,6 +104,8 @@ class SnapshotSlot:
 
     def forget(self, path: Path) -> None:
         """Unmap ``path``: another file is about to take its name."""
+        if self._warming is not None:
+            self._warming.join()
         found = self.buffers.pop(path, None)
         if found is not None:
             found.close()

@@ -12,6 +12,7 @@
 | sleeps 1 s between two signals to workers that have ended | no | yes | yes |
 | ``--nnodes MIN:MAX`` | a world of MIN to MAX | the same, legacy rendezvous only | a world of MIN, the others are spares |
 | a node that comes back is let in | at once | at the next failure | at the next failure |
+| the budget of restarts is spent by | own failures | every round | every round |
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def ft_launcher() -> None:
         from nvidia_resiliency_ext.fault_tolerance import ft_rendezvous_barrier
 
         let_in_who_waits(ft_rendezvous_barrier._RendezvousBarrierState)
+        count_own_restarts(launcher.LocalElasticAgent)
         if version() >= (0, 7):
             count_who_came(
                 ft_rendezvous_barrier._RendezvousBarrierState, ft_rendezvous_barrier.FtRendezvousBarrierHandler
@@ -105,11 +107,31 @@ def let_in_who_waits(barrier: Any) -> None:
 
     def wait_for_newest(state: Any, *arguments: Any, **options: Any) -> Any:
         state._sync_from_per_round_state()
-        if not state.is_shutdown() and not state.store.check([state.round_done_key]):
-            state.store.set(state.round_done_key, b"0")
+        if not state.is_shutdown():
+            state.store.compare_set(state.round_done_key, "", "0")  # (where there is none)
         return wait(state, *arguments, **options)
 
     barrier._wait_for_rendezvous_open = wait_for_newest
+
+
+def count_own_restarts(agent: Any) -> None:
+    """Have ``agent``'s budget of restarts be spent by failures of its own workers, as 0.4.1's is.
+
+    It is spent by every round that somebody opens otherwise, and for a node that comes later by those that it was not in:
+    nodes that come back would end a world in which nothing fails.
+    """
+    decide, run = agent._handle_restart_decision, agent._invoke_run
+
+    def handle_restart_decision(self: Any, *arguments: Any, open_rendezvous: bool = False, **options: Any) -> bool:
+        if not open_rendezvous:
+            self._remaining_restarts += 1
+        return bool(decide(self, *arguments, open_rendezvous=open_rendezvous, **options))
+
+    def invoke_run(self: Any, *arguments: Any, **options: Any) -> Any:
+        self._remaining_restarts = self._worker_group.spec.max_restarts
+        return run(self, *arguments, **options)
+
+    agent._handle_restart_decision, agent._invoke_run = handle_restart_decision, invoke_run
 
 
 def count_who_came(barrier: Any, handler: Any) -> None:
@@ -127,6 +149,8 @@ def count_who_came(barrier: Any, handler: Any) -> None:
     def close_round(state: Any, node: Any, _: int, most: int, *arguments: Any, **options: Any) -> None:
         last_call = float("inf")
         while (came := participants(state)) < most and time.monotonic() < last_call:
+            if state._get_unhealthy_count() > most - state.fewest:  # (which ends the rendezvous)
+                break
             if came >= state.fewest and last_call == float("inf"):
                 last_call = time.monotonic() + state.last_call_timeout_seconds
             state._check_timeout_and_closure(node)

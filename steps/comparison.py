@@ -251,7 +251,8 @@ def _predicted(report: RunReport, bare: Sequence[RunReport], costs: Costs | None
     if costs is None or not bare:
         return None
     step = fmean(one.breakdown_seconds.productive / max(1, one.steps_completed) for one in bare)
-    run = walk(report.config, replace(costs, step=step))
+    costs = replace(costs, step=step, startup=median(one.breakdown_seconds.startup for one in bare))
+    run = walk(report.config, costs)
     own = replace(costs, step=report.breakdown_seconds.productive / max(1, report.steps_completed))
     pace = report.config.max_steps * bare_step(bare)
     return Predicted(

@@ -43,7 +43,7 @@ class Costs:
     """From the durable tier."""
     snapshot_stall: float
     restart: Mapping[str, float]
-    """Layer -> from detection to the next step, the load left out."""
+    """Layer, and recovery mode and layer ("combined in_job") -> from detection to the next step, the load left out."""
     detection: Mapping[str, float]
     """Kind of fault -> until it is noticed."""
 
@@ -110,7 +110,7 @@ class Walk:
             self.snapshot = 0
         self.spend("replay", INTO_STEP * self.costs.step)
         self.spend("detection", self.costs.detection.get(fault.kind, 0.0))
-        self.spend("recovery", self.costs.restart.get(layer, 0.0))
+        self.spend("recovery", restart(self.costs, self.config.recovery, layer))
         resume = max(self.committed, self.snapshot)
         if resume and resume > self.snapshot:
             self.spend("recovery", self.costs.load)
@@ -128,6 +128,12 @@ def recovering_layer(recovery: str, kind: str, variant: str) -> str:
     if kind != "node" and recovery in ("in-job", "combined"):
         return "in_job"
     return "pod"
+
+
+def restart(costs: Costs, recovery: str, layer: str) -> float:
+    """What a restart of ``layer`` takes: in this mode of recovery where that is known (a worker that also restarts in the
+    process has more to set up), else in any."""
+    return costs.restart.get(f"{recovery} {layer}", costs.restart.get(layer, 0.0))
 
 
 def walk(config: RunConfig, costs: Costs) -> Walk:
@@ -164,7 +170,8 @@ def simulated_wall(config: RunConfig, costs: Costs) -> float:
     kinds = [
         Kind(
             fault.kind,
-            costs.detection.get(fault.kind, 0.0) + costs.restart.get(recovering_layer(config.recovery, fault.kind, fault.variant), 0.0),
+            costs.detection.get(fault.kind, 0.0)
+            + restart(costs, config.recovery, recovering_layer(config.recovery, fault.kind, fault.variant)),
             keeps_snapshots=fault.kind != "node",
         )
         for fault in planned
@@ -194,13 +201,16 @@ def fit(runs: Sequence[Evidence]) -> Costs | None:
     bare = [report for _, report in reports if is_bare(report.config)]
     if not bare:
         return None
+    bare = [report for report in bare if report.config.nodes == bare[0].config.nodes]
     sync = [r for _, r in reports if r.config.checkpoint_mode == "sync"]
     background = [(run, r) for run, r in reports if r.config.checkpoint_mode == "async"]
     snapshots = [r.snapshots.mean_stall_seconds for _, r in reports if r.snapshots.committed]
     stalls = [run.waits.get("save", 0.0) / max(1, r.checkpoints.committed) for run, r in background]
     saves = [r.checkpoints.mean_stall_seconds for r in sync]
     writes = [r.checkpoints.mean_durable_seconds for _, r in background]
-    faults = [fault for _, report in reports for fault in report.faults if fault.injected]
+    struck = [(report.config.recovery, fault) for _, report in reports for fault in report.faults if fault.injected]
+    faults = [fault for _, fault in struck]
+    restarts = [(mode, f.recovered_by, f.recovery_seconds - load_seconds(f)) for mode, f in struck]
     return Costs(
         step=fmean(r.breakdown_seconds.productive / max(1, r.steps_completed) for r in bare),
         startup=median(r.breakdown_seconds.startup for _, r in reports),
@@ -209,7 +219,8 @@ def fit(runs: Sequence[Evidence]) -> Costs | None:
         write=_mean(writes or saves),
         load=_mean(_loads(faults)),
         snapshot_stall=_mean(snapshots),
-        restart=medians((f.recovered_by, f.recovery_seconds - load_seconds(f)) for f in faults),
+        restart=medians((layer, spent) for _, layer, spent in restarts)
+        | medians((f"{mode} {layer}", spent) for mode, layer, spent in restarts),
         detection=medians((f.kind, f.detection_seconds) for f in faults),
     )
 
@@ -221,15 +232,16 @@ def is_bare(config: RunConfig) -> bool:
 
 
 def bare_of(config: RunConfig, reports: Iterable[RunReport]) -> list[RunReport]:
-    """The bare runs whose steps are those of ``config``: of one shape, on as many ranks."""
+    """The bare runs whose steps are those of ``config``: of one shape, on as many ranks, and of as many nodes if there are."""
     same = ("model", "sequence_length", "global_batch_size", "micro_batch_size", "world_size", "compile", "activation_checkpointing", "profile")
-    return [
+    found = [
         report
         for report in reports
         if report.complete
         and is_bare(report.config)
         and all(getattr(report.config, name) == getattr(config, name) for name in same)
     ]
+    return [report for report in found if report.config.nodes == config.nodes] or found
 
 
 def load_seconds(fault: FaultReport) -> float:

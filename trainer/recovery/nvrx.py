@@ -10,7 +10,7 @@
 | GPU checks of the in-process Wrapper where LOCAL_RANK is set | no | yes | yes |
 | sleeps 1 s before it joins a round that is open already | no | yes | yes |
 | sleeps 1 s between two signals to workers that have ended | no | yes | yes |
-| ``--nnodes MIN:MAX`` | a world of MIN to MAX | the same, legacy rendezvous only | a world of MIN, the others are spares |
+| ``--nnodes MIN:MAX`` | a world of MIN to MAX | a world of MIN, the others are spares | as 0.6 |
 | a node that comes back is let in | at once | at the next failure | at the next failure |
 | the budget of restarts is spent by | own failures | every round | every round |
 """
@@ -32,6 +32,8 @@ from trainer.recovery.base import Limits
 STUB = Path(__file__).with_name("stub.py")
 WORKER = "trainer.loop:main"
 JOIN_TIMEOUT_SECONDS = 600
+LAST_CALL_SECONDS = 5
+"""How long nodes that could train wait for others that may come."""
 
 
 def version() -> tuple[int, ...]:
@@ -65,10 +67,7 @@ def ft_launcher() -> None:
 
         let_in_who_waits(ft_rendezvous_barrier._RendezvousBarrierState)
         count_own_restarts(launcher.LocalElasticAgent)
-        if version() >= (0, 7):
-            count_who_came(
-                ft_rendezvous_barrier._RendezvousBarrierState, ft_rendezvous_barrier.FtRendezvousBarrierHandler
-            )
+        count_who_came(ft_rendezvous_barrier)
         launcher.terminate_mp_processes = if_any_is_left(launcher.terminate_mp_processes)
     launcher.main()
 
@@ -134,48 +133,50 @@ def count_own_restarts(agent: Any) -> None:
     agent._handle_restart_decision, agent._invoke_run = handle_restart_decision, invoke_run
 
 
-def count_who_came(barrier: Any, handler: Any) -> None:
-    """Have a round of ``barrier`` end as 0.4.1's does: once the most nodes have come, or the fewest that may train and no
-    other within the last call. All who came are in the world."""
+def count_who_came(module: Any) -> None:
+    """Have a round of the barrier in ``module`` end as 0.4.1's does: once the most nodes have come, or the fewest that may
+    train and no other within the last call. All who came are in the world; the host says in the store how many."""
+    barrier, handler = module._RendezvousBarrierState, module.FtRendezvousBarrierHandler
     perform, close, assign = barrier.perform_rendezvous, barrier._host_close_round, barrier.assign_group_ranks
     perform_handler = handler._perform_rendezvous
 
-    def perform_rendezvous(state: Any, node: Any, fewest: int, most: int, **options: Any) -> tuple[int, int]:
+    def came(state: Any, joined: int) -> int:
+        found = state.get_all_participants(total_participants=joined, expected_round_id=state._round)
+        return sum(one is not None and one[2] != getattr(module, "WITHDRAWN", "") for one in found)
+
+    def joined(state: Any) -> int:
+        return int(state.store.get(state.join_count_key)) if state.store.check([state.join_count_key]) else 0
+
+    def key(state: Any) -> str:
+        return f"{state.prefix}:world_{state._round}"
+
+    def perform_rendezvous(state: Any, node: Any, fewest: int, most: int, **options: Any) -> Any:
         state.fewest = fewest
-        rank, came = perform(state, node, most, most, **options)
-        state.came = min(came, most)
-        return rank, came
+        return perform(state, node, most, most, **options)
 
     def close_round(state: Any, node: Any, _: int, most: int, *arguments: Any, **options: Any) -> None:
         last_call = float("inf")
-        while (came := participants(state)) < most and time.monotonic() < last_call:
+        while (here := came(state, joined(state))) < most and time.monotonic() < last_call:
             if state._get_unhealthy_count() > most - state.fewest:  # (which ends the rendezvous)
                 break
-            if came >= state.fewest and last_call == float("inf"):
-                last_call = time.monotonic() + state.last_call_timeout_seconds
+            if here >= state.fewest and last_call == float("inf"):
+                last_call = time.monotonic() + LAST_CALL_SECONDS
             state._check_timeout_and_closure(node)
             time.sleep(0.1)
         close(state, node, state.fewest, most, *arguments, **options)
 
     def assign_ranks(state: Any, _: int, most: int, *arguments: Any, **options: Any) -> Any:
-        came = len(options["active_candidate_participants"])
-        return assign(state, min(came, most), most, *arguments, **options)
+        candidates = options.get("active_candidate_participants")  # (0.6 is told how many have joined instead)
+        world = min(most, came(state, arguments[0]) if candidates is None else len(candidates))
+        state.store.set(key(state), str(world))
+        return assign(state, world, most, *arguments, **options)
 
     def perform_of_handler(self: Any) -> None:
         perform_handler(self)
-        self._world_size = self._barrier_state.came
+        self._world_size = int(self._barrier_state.store.get(key(self._barrier_state)))
 
     barrier.perform_rendezvous, barrier._host_close_round = perform_rendezvous, close_round
     barrier.assign_group_ranks, handler._perform_rendezvous = assign_ranks, perform_of_handler
-
-
-def participants(state: Any) -> int:
-    """How many nodes are in the open round of this barrier."""
-    if not state.store.check([state.join_count_key]):
-        return 0
-    joined = int(state.store.get(state.join_count_key))
-    found = state.get_all_participants(total_participants=joined, expected_round_id=state._round)
-    return sum(participant is not None for participant in found)
 
 
 def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -> list[str]:
@@ -186,7 +187,7 @@ def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -
     configuration = [
         f"is_host={str(rendezvous.is_host).lower()}",
         f"join_timeout={JOIN_TIMEOUT_SECONDS}",
-        f"last_call_timeout={1 if config.nodes == 1 else 5}",
+        f"last_call_timeout={1 if config.nodes == 1 else LAST_CALL_SECONDS}",
     ]
     arguments = [
         f"--nnodes={nodes}",
@@ -200,8 +201,6 @@ def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -
     ]
     if in_job:
         arguments += in_job_arguments(Limits.of(config))
-        if low != config.nodes and (0, 6) <= version() < (0, 7):
-            arguments.append("--ft-rdzv-impl=legacy")
     return [*arguments, "--no-python", sys.executable, "-S", "-E", str(STUB), socket, WORKER]
 
 

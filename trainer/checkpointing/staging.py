@@ -30,6 +30,7 @@ ALIGNMENT = 64
 BLOCK = 64 << 20
 CHECKSUM_THREADS = 16
 MADV_POPULATE_WRITE = 23
+MFD_CLOEXEC = 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class AnonymousBuffer:
     """A buffer that no path names: it is gone with the last process that maps it, whatever kills the owner."""
 
     def __init__(self, size: int) -> None:
-        self._fd = os.memfd_create("holdfast-staging", os.MFD_CLOEXEC)
+        self._fd = anonymous_file("holdfast-staging")
         os.posix_fallocate(self._fd, 0, size)  # (a GPU's copy of gigabytes is to find its pages there)
         self.buffer = HostBuffer(self._fd, size)
 
@@ -125,6 +126,18 @@ class AnonymousBuffer:
     def close(self) -> None:
         self.buffer.close()
         os.close(self._fd)
+
+
+def anonymous_file(name: str) -> int:
+    """A descriptor of a file in memory, closed on exec. Raises ``OSError``."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    # A Python built for a C library of before 2018, as those that uv installs, which runs with a newer one.
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = int(libc.memfd_create(name.encode(), MFD_CLOEXEC))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
 
 
 def open_buffer(path: str, size: int) -> Any:

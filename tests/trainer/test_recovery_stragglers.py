@@ -26,7 +26,7 @@ def test_a_rank_that_is_stopped_again_and_again_is_the_straggler(trainer: Traine
         while not ended.is_set():
             with suppress(psutil.Error):
                 slow.suspend()
-                time.sleep(0.06)
+                time.sleep(0.14)
                 slow.resume()
                 time.sleep(0.02)
 

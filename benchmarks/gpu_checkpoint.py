@@ -55,7 +55,7 @@ class TorchSave:
     def save(self, step: int, path: Path) -> None:
         import torch
 
-        from trainer.checkpointing.base import local
+        from trainer.optim import local
 
         path.mkdir(exist_ok=True)
         torch.save({name: local(tensor) for name, tensor in self._loop.state.tensors().items()}, path / str(self._loop.rank))
@@ -78,7 +78,7 @@ class PlainNvrx:
         self._saver = TorchAsyncCheckpoint(persistent_queue=True)
 
     def save(self, step: int, path: Path) -> None:
-        from trainer.checkpointing.base import local
+        from trainer.optim import local
 
         path.mkdir(exist_ok=True)
         state = {name: local(tensor) for name, tensor in self._loop.state.tensors().items()}

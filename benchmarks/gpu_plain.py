@@ -25,10 +25,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient  # noqa: E402
 
-from trainer.checkpointing.base import TrainingState, local  # noqa: E402
+from trainer.checkpointing.base import TrainingState  # noqa: E402
 from trainer.config import build  # noqa: E402
 from trainer.model import init_weights, model_config  # noqa: E402
-from trainer.optim import build_optimizer, clip_gradients  # noqa: E402
+from trainer.optim import build_optimizer, clip_gradients, local  # noqa: E402
 from trainer.parallel import choose_device, forward_backward, prepare  # noqa: E402
 
 mark(f"{CYCLE}-imports-{RANK}")

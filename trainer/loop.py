@@ -162,8 +162,8 @@ class Iteration:
 
     def resume(self) -> None:
         """The newest step that every rank can load, or the initial weights."""
-        from trainer.checkpointing.base import local
         from trainer.model import Transformer, init_weights
+        from trainer.optim import local
         from trainer.pretrained import load_hugging_face
 
         session, config = self.session, self.session.record.config
@@ -256,7 +256,6 @@ class Iteration:
 
     def batch(self, step: int) -> Batch:
         """This rank's samples of ``step``, in memory that a GPU can copy from by itself."""
-
         from trainer.data import rank_batch, sample_ids
 
         config = self.session.record.config

@@ -35,10 +35,10 @@ class ShardAdamW(AdamW):
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                [shard(parameter) for parameter in parameters],
-                [shard(parameter.grad) for parameter in parameters],
-                [shard(state["exp_avg"]) for state in states],
-                [shard(state["exp_avg_sq"]) for state in states],
+                [local(parameter) for parameter in parameters],
+                [local(parameter.grad) for parameter in parameters],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
                 [],
                 steps,
                 lr=group["lr"],
@@ -61,9 +61,9 @@ def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
     return state
 
 
-def shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory; not for autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def build_optimizer(model: nn.Module, config: RunConfig) -> AdamW:
@@ -106,7 +106,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             sharded = gradient
-            gradients.append(shard(gradient))
+            gradients.append(gradient.to_local())
         elif gradient is not None:
             gradients.append(gradient)
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)

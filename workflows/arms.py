@@ -86,6 +86,10 @@ class Experiments(BaseModel):
         run_id = run_name(str(settings.get("run_id", "benchmark")), name)
         return build({key: _spelt(value) for key, value in settings.items()} | {"run_id": run_id})
 
+    def runs(self, benchmark: str, repetitions: int = 1) -> list[str]:
+        """The ids of the runs of ``benchmark`` in their order."""
+        return [run_name(benchmark, name, number) for name, number in self.order(repetitions)]
+
     def order(self, repetitions: int = 1) -> tuple[tuple[str, int], ...]:
         """(arm, repetition) one after another: all arms once, then the headline arms again in alternating order.
 

@@ -24,7 +24,7 @@ NAME = "holdfast-benchmark"
 def benchmark_pipeline(kind: type[Workflow], table: Experiments, repetitions: int = 1) -> Workflow:
     """The pipeline over the arms of ``table``."""
     order = table.order(repetitions)
-    runs = [arms.run_name(reference("run-id"), name, number) for name, number in order]
+    runs = table.runs(reference("run-id"), repetitions)
     words = [f"{run}={key}" if (key := table.published(name)) else run for run, (name, _) in zip(runs, order, strict=True)]
     fitted = [arms.run_name(reference("run-id"), name) for name in table.fit]
     texts = {"title": table.title, "description": f"{len(order)} runs one after another, each trained and validated, then one report"}
@@ -36,7 +36,7 @@ def benchmark_pipeline(kind: type[Workflow], table: Experiments, repetitions: in
         rate = tasks.storage_rate(table.storage) if table.storage else None
         report = tasks.compare(words, fitted)
         workflow.on_exit = tasks.release(runs)
-        labels = [arms.run_name("arm", name, number) for name, number in order]
+        labels = table.runs("arm", repetitions)
         with DAG(name="benchmark", target=" ".join([*labels, "report"]), fail_fast=False):
             Task(name="check", template=check)
             first = Task(name="download", template=download, depends="check")

@@ -29,8 +29,7 @@ def main(args: argparse.Namespace, options: local.Options) -> int:
     benchmark = str(given.get("run_id", "benchmark"))
     configs = [table.config(name, changes) for name in table.names]
     localrun.check_writable(options.root)
-    order = table.order(args.repetitions)
-    runs = [RunPaths(options.root, arms.run_name(benchmark, name, number)) for name, number in order]
+    runs = [RunPaths(options.root, run) for run in table.runs(benchmark, args.repetitions)]
     with localrun.hold(RunPaths(options.root, benchmark).pipeline_lock, benchmark):
         for run in runs:
             localrun.wait_for_release(run.lock, run.run_id)

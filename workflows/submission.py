@@ -106,8 +106,8 @@ def authored_benchmark(
     changes = arms.shared_changes(table, given)
     configs = [table.config(name, changes) for name in table.names]
     run_id = str(given.get("run_id", "benchmark"))
-    for name, number in table.order(repetitions):
-        build({"run_id": arms.run_name(run_id, name, number)})
+    for run in table.runs(run_id, repetitions):
+        build({"run_id": run})
     for config in configs:
         check(config, placement)
     values = benchmark.arguments(table, configs[0], run_id) | placement

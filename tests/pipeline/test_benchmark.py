@@ -17,10 +17,15 @@ from trainer.records import RunReport
 TABLE = Path(__file__).with_name("experiments.yaml")
 
 
-def test_arms_run_one_after_another_and_are_compared(tmp_path: Path) -> None:
+def run(table: Path, root: Path) -> subprocess.CompletedProcess[str]:
+    """The benchmark ``short`` over a table, to its end."""
     command = [sys.executable, str(PROJECT / "workflows" / "run.py"), "local", "--pipeline=benchmark"]
-    command += [f"--experiments={TABLE}", f"--root={tmp_path}", "--run-id=short", "--quiet"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
+    command += [f"--experiments={table}", f"--root={root}", "--run-id=short", "--quiet"]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
+
+
+def test_arms_run_one_after_another_and_are_compared(tmp_path: Path) -> None:
+    done = run(TABLE, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 runs are complete" in done.stdout
 
@@ -50,9 +55,7 @@ def test_an_arm_that_fails_keeps_nothing_from_running_and_fails_the_benchmark(tm
         "  - {name: broken, learning-rate: 1e30}\n"
         "  - {name: after, learning-rate: 1e-3}\n"
     )
-    command = [sys.executable, str(PROJECT / "workflows" / "run.py"), "local", "--pipeline=benchmark"]
-    command += [f"--experiments={table}", f"--root={tmp_path / 'fsx'}", "--run-id=short", "--quiet"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
+    done = run(table, tmp_path / "fsx")
     assert done.returncode == 70, done.stdout + done.stderr
     assert "1 of 2 runs" in done.stdout
     found = Comparison.read(paths.comparison(tmp_path / "fsx", "short", "json"))

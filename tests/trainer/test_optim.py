@@ -54,7 +54,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 def test_the_update_is_that_of_torch_bit_for_bit() -> None:
-    """With tied weights, a group of which nothing has a gradient, and parameters that get one in some steps only."""
+    """Of parameters that get no gradient in some step too."""
     ours, theirs = (build_model(PRESETS["tiny"], "cpu") for _ in range(2))
     init_weights(ours, 0), init_weights(theirs, 0)
     optimizer = build_optimizer(ours, config(weight_decay=0.1))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.optim import moments
@@ -35,11 +34,6 @@ class TrainingState:
             for key, value in sorted(moments(self.optimizer, parameter).items()):
                 named[f"optimizer.{name}.{key}"] = value
         return named
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)

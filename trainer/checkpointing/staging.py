@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpointing.base import local
 from trainer.checkpointing.transfer import Copying, copy
+from trainer.optim import local
 
 ALIGNMENT = 64
 BLOCK = 64 << 20

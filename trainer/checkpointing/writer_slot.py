@@ -39,12 +39,11 @@ class WriterSlot:
             self._warming.start()
 
     def _warm(self, size: int) -> None:
-        self._make(size)
-        assert self.staging is not None
-        self.staging.buffer.populate()
+        self._make(size).buffer.populate()
 
-    def _make(self, size: int) -> None:
+    def _make(self, size: int) -> AnonymousBuffer:
         self.staging = AnonymousBuffer(size)
+        return self.staging
 
     def buffer(self, size: int) -> AnonymousBuffer:
         if self._warming is not None:
@@ -53,6 +52,5 @@ class WriterSlot:
         if self.staging is None or self.staging.buffer.size != size:
             if self.staging is not None:
                 self.staging.close()
-            self._make(size)
-        assert self.staging is not None
+            return self._make(size)
         return self.staging

@@ -32,17 +32,23 @@ def step(name: str, *arguments: str, limit: float, log: Path) -> int:
     return code
 
 
+def source(options: argparse.Namespace) -> list[str]:
+    return ["--dataset-uri=builtin:", "--tokenizer=byte", f"--sequence-length={options.sequence_length or 2048}"]
+
+
+def download(run_id: str, options: argparse.Namespace) -> tuple[int, str]:
+    """Make the dataset of ``run_id``, or find it made; returns the exit code and where it is."""
+    code = step("download", f"--root={options.root}", f"--run-id={run_id}", *source(options), limit=120, log=options.out / f"{run_id}.log")
+    return code, (options.root / "runs" / run_id / "outputs" / "download" / "dataset").read_text().strip()
+
+
 def train(run_id: str, options: argparse.Namespace, *flags: str, limit: float) -> Path:
     """Train under ``run_id``; returns the run's directory. The logs of its ranks are kept in ``options.out``."""
     root, log = options.root, options.out / f"{run_id}.log"
-    common = [f"--root={root}", f"--run-id={run_id}"]
-    length = options.sequence_length or 2048
-    batch = options.micro_batch_size or 8
-    source = ["--dataset-uri=builtin:", "--tokenizer=byte", f"--sequence-length={length}"]
-    code = step("download", *common, *source, limit=120, log=log)
-    dataset = (root / "runs" / run_id / "outputs" / "download" / "dataset").read_text().strip()
+    common, batch = [f"--root={root}", f"--run-id={run_id}"], options.micro_batch_size or 8
+    code, dataset = download(run_id, options)
     code = code or step(
-        "train", *common, *source, f"--dataset={dataset}", "--launcher=local", f"--model={options.model}",
+        "train", *common, *source(options), f"--dataset={dataset}", "--launcher=local", f"--model={options.model}",
         f"--gpus-per-node={options.gpus}", f"--micro-batch-size={batch}", f"--global-batch-size={batch * options.gpus}",
         f"--compile={options.compile}", f"--snapshot-root={root}", "--keep-checkpoints=1", *flags, limit=limit, log=log,
     )  # fmt: skip
@@ -60,33 +66,30 @@ def train(run_id: str, options: argparse.Namespace, *flags: str, limit: float) -
 
 
 def price(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Training with heartbeats, events, a snapshot each 50 steps and a durable checkpoint each 300, between two runs of the
-    bare loop: a GPU that has worked for minutes is slower than a cool one."""
+    """Training with heartbeats, events, a snapshot each 50 steps and a durable checkpoint each 300, after a bare loop over the
+    same data: step by step the same work, for a GPU that has worked for half a minute is slower than a cool one."""
     from trainer import events
 
-    steps = options.steps or 300
+    steps, first = options.steps or 300, 30
     options.sequence_length, options.micro_batch_size = options.sequence_length or 8192, options.micro_batch_size or 4
     case = f"{options.model}:{options.sequence_length}:{options.micro_batch_size}"
-
-    def bare() -> float:
-        [row] = gpu_throughput.bare(options.gpus, case, max(20, steps // 4), options.out, options.compile == "true", 256)
-        return float(str(row["step, s"]))
-
-    before, first = bare(), 30
+    _, dataset = download("price", options)
+    [bare] = gpu_throughput.bare(options.gpus, case, steps, options.out, options.compile == "true", dataset=dataset, warm_up=first)
     run = train(
-        "price", options, f"--max-steps={steps + first + 5}", f"--checkpoint-interval-steps={min(300, steps)}",
+        "price", options, f"--max-steps={first + steps + gpu_throughput.AFTER}", f"--checkpoint-interval-steps={min(300, steps)}",
         "--snapshot-interval-steps=50", "--recovery=combined", limit=420,
     )  # fmt: skip
-    ends = {event.data["step"]: event.monotonic for event in events.read(run / "events") if event.event == "step_end" and event.rank == 0}
-    each = [ends[number] - ends[number - 1] for number in range(first + 1, first + steps + 1)]
-    after = bare()
-    mean, alone = statistics.mean(each), (before + after) / 2
+    ended = {event.data["step"]: event for event in events.read(run / "events") if event.event == "step_end" and event.rank == 0}
+    each = [ended[number].monotonic - ended[number - 1].monotonic for number in range(first + 1, first + steps + 1)]
+    mean, alone = statistics.mean(each), float(str(bare["step, s"]))
     report = json.loads((options.out / "price.json").read_text())
     return [
         {
             "model": options.model, "batch a GPU": f"{options.micro_batch_size} x {options.sequence_length}",
-            "bare step before, after, s": f"{before:.4f}, {after:.4f}", "with everything, mean s": mean, "median s": statistics.median(each),
+            "bare step: mean, median, s": f"{alone:.4f}, {bare['median, s']:.4f}",
+            "with everything: mean, median, s": f"{mean:.4f}, {statistics.median(each):.4f}",
             "price %": 100 * (mean / alone - 1), "steps": steps, "durable each": min(300, steps), "snapshots": report["snapshots"]["committed"],
             "durable ones": report["checkpoints"]["committed"], "slowest three steps, s": " ".join(f"{s:.2f}" for s in sorted(each)[-3:]),
+            "last loss: bare, with everything": f"{bare['loss']:.4f}, {ended[first + steps].data['loss']:.4f}",
         }
     ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""For all tests: on a machine with GPUs only those marked ``gpu`` see them; the others start more ranks than it may have."""
+"""For all tests: GPUs are seen by a run of those that need one (``pytest -m gpu``) only; the others start more ranks than a
+machine may have GPUs, and a process that has asked its driver once no longer heeds ``CUDA_VISIBLE_DEVICES``."""
 
 from __future__ import annotations
 
@@ -6,16 +7,7 @@ import os
 
 import pytest
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-GIVEN = os.environ.get(VISIBLE)
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before any fixture, since those start processes too."""
-    if item.get_closest_marker("gpu") is None:
-        os.environ[VISIBLE] = ""
-    elif GIVEN is None:
-        os.environ.pop(VISIBLE, None)
-    else:
-        os.environ[VISIBLE] = GIVEN
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -20,7 +20,7 @@ from trainer.parallel import choose_device, forward_backward, mean_over_ranks, p
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or none that a run without -m gpu sees"),
 ]
 
 

@@ -11,6 +11,8 @@ import pytest
 from test_writer_faults import mounted, root_only
 from tier_world import Run
 
+from trainer.checkpointing.snapshot_files import read_header, write_header
+
 MakeRun = Callable[..., Run]
 
 
@@ -103,6 +105,24 @@ def test_a_damaged_generation_falls_back_to_the_other(make_snapshots: MakeRun) -
         flip(path, 8192)
     with run.world(2, cycle=2) as world:
         assert world.one("resume") == [0, "none"]  # there is no durable tier in this test
+
+
+def test_a_snapshot_counts_once_its_copy_has_ended_though_its_checksum_has_not_been_computed(make_snapshots: MakeRun) -> None:
+    run = make_snapshots()
+    with run.world(2) as world:
+        for step in (1, 2):
+            world.all("fill", step=step)
+            world.all("save", step=step)
+        newest = world.one("digest")
+        world.all("join")
+    for path in generations(run):  # as a fault leaves them that comes in the moment between the two
+        header = read_header(path)
+        assert header.pop("crc")
+        write_header(path, header)
+    with run.world(2, cycle=1) as world:
+        assert world.one("resume") == [2, "snapshot"]
+        assert world.one("digest") == newest
+        assert not run.events("checkpoint_refused")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 4096, b"[1]", b'{"step": 1}', b'{"step": "x", "entry": 1}'])

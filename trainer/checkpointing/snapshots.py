@@ -5,11 +5,12 @@ rank keeps two generations, so that one is whole while the other is written:
 
     <snapshot root>/holdfast-<run>-<root>/node-<n>/rank-<r>-<0|1>     header (4096 bytes), then the tensors
 
-The header holds what the copy is of (step, world size, rank, run, config digest, CRC-32 of the bytes). It is cleared
-before the copy begins and written after it has ended, by a thread, once the checksum is known. From a GPU the copy
-runs beside the next step's forward and backward passes, and is waited for before that step's update. A snapshot of step s is
-taken after all ranks have agreed that step s is done (``Control.sum``), so it is never of a state that only survivors
-of an abort believe in. Training resumes at the newest step that every rank holds whole.
+The header holds what the copy is of (step, world size, rank, run, config digest). It is cleared before the copy begins and
+written by a thread once it has ended; when the thread has computed it, the CRC-32 of the bytes is added, which seals the snapshot.
+From a GPU the copy runs beside the next step's forward and backward passes, and it and its header are waited for before that
+step's update: so a fault never costs more steps than lie between two snapshots. A snapshot of step s is taken after all ranks
+have agreed that step s is done (``Control.sum``), so it is never of a state that only survivors of an abort believe in.
+Training resumes at the newest step that every rank holds whole.
 
 Two things keep that step whole on every rank. A copy never goes over the newest generation that all ranks had, which
 is not always the one with the higher step: a rank may be ahead of what was resumed from. And a header names the entry
@@ -63,6 +64,8 @@ class SnapshotSlot:
         self._warming: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._copying: Copying | None = None
+        self._placed = threading.Event()
+        """The newest snapshot's copy has ended, and its header says so unless it could not be written."""
 
     def warm(self, paths: list[Path], size: int) -> None:
         """Begin to make the generations in the background, once training is under way: see ``WriterSlot``."""
@@ -113,14 +116,17 @@ class SnapshotSlot:
     def seal(self, sealing: Sealing, events: EventLog) -> None:
         """Checksum and header, in the background: the checksum of gigabytes takes longer than their copy."""
         self.join()
-        self._copying = sealing.copying
-        self._thread = threading.Thread(target=_seal, args=(sealing, events, self.replicator), name="snapshot", daemon=True)
+        self._copying, self._placed = sealing.copying, threading.Event()
+        self._thread = threading.Thread(
+            target=_seal, args=(sealing, self._placed, events, self.replicator), name="snapshot", daemon=True
+        )
         self._thread.start()
 
     def fence(self) -> None:
-        """Return once the state may change: the newest snapshot's copy is in place."""
+        """Return once the state may change: the newest snapshot's copy is in place, and training can resume from it."""
         if self._copying is not None:
             self._copying.wait()
+            self._placed.wait()
             self._copying = None
 
     def join(self) -> None:
@@ -130,9 +136,13 @@ class SnapshotSlot:
             self._thread = None
 
 
-def _seal(sealing: Sealing, events: EventLog, replicator: Replicator | None) -> None:
-    sealing.copying.wait()
+def _seal(sealing: Sealing, placed: threading.Event, events: EventLog, replicator: Replicator | None) -> None:
     try:
+        try:
+            sealing.copying.wait()
+            write_header(sealing.path, sealing.header)
+        finally:
+            placed.set()
         write_header(sealing.path, sealing.header | {"crc": sealing.buffer.checksum()})
     except OSError as error:
         events.emit("save_failed", step=sealing.step, tier="snapshot", reason=str(error))
@@ -248,7 +258,8 @@ class SnapshotTier:
             with ThreadPoolExecutor(1) as pool:  # (both take a moment for gigabytes, and a restart waits for them)
                 checksum = pool.submit(buffer.checksum)
                 buffer.load(self._tensors, self._layout)
-            if checksum.result() != read_header(path).get("crc"):
+            found = checksum.result()
+            if read_header(path).get("crc", found) != found:  # (none where a fault came before it was sealed)
                 reason = "its bytes do not have the checksum of its header"
         except (OSError, ValueError) as error:
             reason = str(error)

@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--root", type=Path, default=Path("/dev/shm/holdfast-benchmark"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
-    parser.add_argument("--model", default="1b")
+    parser.add_argument("--model", default="1b", help="a preset; for checkpoint also PRESET:LAYERS, as 1b:8 for 5 GiB a rank on one GPU")
     parser.add_argument("--cases", default="", help="throughput: MODEL:SEQUENCE:BATCH[:recompute],...; recovery: MODE/KIND,KIND... with spaces between")
     parser.add_argument("--steps", type=int, default=0, help="measured steps (0: the part's own)")
     parser.add_argument("--sequence-length", type=int, default=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import statistics
 import subprocess
@@ -91,13 +90,16 @@ def plain(options: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
+HELD = ("GPU MiB", "sockets", "listening", "descriptors", "processes", "threads", "memory MiB")
+LOOKED_AT = (1, 5, 10, 15, 20)
+
+
 def restarts(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Twenty exceptions, then twenty SIGKILLs; what the machine holds after the first two and after the last."""
+    """Twenty exceptions, then twenty SIGKILLs; what the machine holds as the restarts go by."""
     rows: list[dict[str, object]] = []
     options.model = "160m" if options.model == "1b" else options.model
     options.compile = "false"
-    count = 20
-    for kind in ("exception", "sigkill"):
+    for kind in (options.cases or "exception,sigkill").split(","):
         samples: list[dict[str, float]] = []
         ended = threading.Event()
         folder = options.root / "runs" / f"restarts-{kind}" / "events"
@@ -105,50 +107,63 @@ def restarts(options: argparse.Namespace) -> list[dict[str, object]]:
         watcher.start()
         try:
             run = gpu_runs.train(
-                f"restarts-{kind}", options, f"--max-steps={options.steps or 220}", "--recovery=combined", f"--fault-count={count}",
-                f"--fault-kinds={kind}", "--fault-first-step=10", "--max-restarts=25", "--checkpoint-interval-steps=50",
+                f"restarts-{kind}", options, f"--max-steps={options.steps or 420}", "--recovery=combined", "--fault-count=20",
+                f"--fault-kinds={kind}", "--fault-first-step=10", "--max-restarts=25", "--checkpoint-interval-steps=100",
                 "--snapshot-interval-steps=5", f"--heartbeat-timeout-seconds={HEARTBEAT}", limit=220,
             )  # fmt: skip
         finally:
             ended.set()
             watcher.join()
+        (options.out / f"restarts-{kind}-samples.json").write_text(json.dumps(samples))
         report = json.loads((options.out / f"restarts-{kind}.json").read_text())
-        training = [s for s in samples if s["processes"] >= statistics.median(s["processes"] for s in samples)]
-        early = [s for s in training if 2 <= s["restarts"] <= 3] or training[:1]
-        late = [s for s in training if s["restarts"] >= count] or training[-1:]
-        row: dict[str, object] = {"20 x": kind, "recovered": len(report["faults"]), "steps": report["steps_completed"]}
-        for name in ("GPU MiB", "sockets", "listening", "descriptors", "processes", "memory MiB"):
-            row[f"{name}: after 2-3, after 20"] = f"{middle(early, name)}, {middle(late, name)}"
+        struck = faults(run, report)
+        seconds = [float(str(fault["to next completed step, s"])) for fault in struck]
+        row: dict[str, object] = {
+            "20 x": kind, "recovered": len(report["faults"]), "steps": report["steps_completed"],
+            "to next completed step, median, longest, s": f"{statistics.median(seconds):.2f}, {max(seconds):.2f}",
+            "most steps lost (snapshots each 5)": max(int(str(fault["steps lost"])) for fault in struck),
+        }  # fmt: skip
+        for name in HELD:
+            row[f"{name} after {', '.join(map(str, LOOKED_AT))}"] = ", ".join(middle(samples, number, name) for number in LOOKED_AT)
         rows.append(row)
-        assert run
     return rows
 
 
-def middle(samples: list[dict[str, float]], name: str) -> str:
-    """The median of the samples: a restart that is going on holds more, or less, for a moment."""
-    return f"{statistics.median(s[name] for s in samples):.0f}"
+def middle(samples: list[dict[str, float]], restarts: int, name: str) -> str:
+    """The median of the samples between two restarts: for a moment a restart holds more, or less."""
+    found = [sample[name] for sample in samples if sample["restarts"] == restarts]
+    return f"{statistics.median(found):.0f}" if found else "-"
 
 
 def watch(folder: Path, ranks: int, samples: list[dict[str, float]], ended: threading.Event) -> None:
-    """Look twice a second at what the machine's processes hold."""
+    """Look a few times a second at what the machine's processes hold, until training has ended."""
     import psutil
 
     me = psutil.Process()
-    while not ended.wait(0.5):
-        entries = sum(len(re.findall(rb'"event": "entry"', path.read_bytes())) for path in folder.glob("*-trainer-*.jsonl"))
-        processes = me.children(recursive=True)
-        sample = {"restarts": max(0.0, entries / ranks - 1), "processes": float(len(processes)), "sockets": 0.0, "listening": 0.0, "descriptors": 0.0, "memory MiB": 0.0}
+    while not ended.wait(0.2):
+        told = b"".join(path.read_bytes() for path in folder.glob("*-trainer-*.jsonl"))
+        if b'"event": "finished"' in told:
+            return
+        entries = told.count(b'"event": "entry"')
+        processes = [process for process in me.children(recursive=True) if process.is_running()]
+        sample = {"restarts": max(0.0, entries / ranks - 1), "processes": float(len(processes))} | dict.fromkeys(HELD[1:4] + HELD[5:], 0.0)
         for process in processes:
             try:
                 sample["descriptors"] += process.num_fds()
+                sample["threads"] += process.num_threads()
                 connections = process.net_connections("inet")
                 sample["memory MiB"] += process.memory_info().rss / 2**20
             except psutil.Error:
                 continue
             sample["sockets"] += len(connections)
             sample["listening"] += sum(c.status == psutil.CONN_LISTEN for c in connections)
-        used = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False
-        ) if shutil.which("nvidia-smi") else None
-        sample["GPU MiB"] = float(sum(int(line) for line in used.stdout.split())) if used else 0.0
+        sample["GPU MiB"] = gpu_mib()
         samples.append(sample)
+
+
+def gpu_mib() -> float:
+    """What is in use of all GPUs together."""
+    if not shutil.which("nvidia-smi"):
+        return 0.0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return float(sum(int(line) for line in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()))

@@ -109,6 +109,14 @@ def wait_for_name(host: str, deadline_seconds: float) -> None:
             pause = min(pause * 2, 5.0)
 
 
+def reap_orphans(own: int) -> None:
+    """Take the exit codes that nobody waits for, of orphans that came to this process: each would stay in the table of
+    processes, a few for every restart, until the pod may have no more. That of ``own`` is left to who waits for it."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != own:
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
 class Node:
     """The processes of this node, from the launcher's start to the exit code."""
 
@@ -217,6 +225,7 @@ class Node:
             self._socket,
         )
         connection = self._connect()
+        assert self._server is not None
         if self._config.snapshot_interval_steps and self._config.nodes > 1:
             self._snapshots = self._serve_snapshots()
         target = nvrx.launcher_target(self._config)
@@ -229,6 +238,7 @@ class Node:
                 if not part:
                     return -signal.SIGKILL
                 answer += part
+            reap_orphans(self._server.pid)
             now = time.monotonic()
             if now - signalled > SIGNAL_SECONDS and self._must_end():
                 # Again, should it go on: a launcher that is just restarting its workers may swallow what the signal raises.

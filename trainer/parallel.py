@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer import environment
@@ -89,7 +91,24 @@ def shard(model: Transformer, mesh: DeviceMesh) -> Transformer:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=gather_again)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard.state(model)._comm_ctx = SameStreams()  # type: ignore[attr-defined]
     return model
+
+
+class SameStreams(FSDPCommContext):
+    """FSDP's streams, the same for every model of this process.
+
+    It takes new ones for each, and torch's allocator keeps what was freed for the stream that it was allocated for: with
+    every in-process restart a set of buffers would stay behind, until torch gives out its 32 streams again.
+    """
+
+    STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+    _made: ClassVar[dict[str, Any]] = {}
+
+    def lazy_init(self, device: torch.device) -> None:
+        super().lazy_init(device)
+        for name in self.STREAMS:
+            setattr(self, name, self._made.setdefault(name, getattr(self, name)))
 
 
 def prepare(

@@ -62,3 +62,27 @@ def test_a_name_that_appears_late_is_found(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (0, "")
     assert time.monotonic() - appeared < 15, "long before its deadline"
+
+
+ADOPTER = """
+import ctypes, subprocess, time
+import psutil
+from steps.node import PR_SET_CHILD_SUBREAPER, reap_orphans
+
+ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+own = subprocess.Popen(["sh", "-c", "sleep 1; exit 7"])
+assert subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.1 & exit 0"]).returncode == 0
+time.sleep(0.5)
+children = [child.pid for child in psutil.Process().children()]
+reap_orphans(own.pid)
+left = [child.pid for child in psutil.Process().children()]
+time.sleep(1)
+reap_orphans(own.pid)
+print(len(children), left == [own.pid], own.wait())
+"""
+
+
+@pytest.mark.timeout(60)
+def test_orphans_leave_nothing_behind_and_the_fork_server_keeps_its_code() -> None:
+    done = subprocess.run([sys.executable, "-c", ADOPTER], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "3 True 7\n", done.stderr

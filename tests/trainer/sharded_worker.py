@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import trainer.model
@@ -21,7 +22,7 @@ from trainer.config import build
 from trainer.data import rank_batch
 from trainer.model import PRESETS, Transformer, init_weights
 from trainer.optim import apply_learning_rate, build_optimizer, clip_gradients
-from trainer.parallel import choose_device, forward_backward, mean_over_ranks, pin_threads, prepare
+from trainer.parallel import SameStreams, choose_device, forward_backward, mean_over_ranks, pin_threads, prepare
 from trainer.pretrained import load_hugging_face
 
 STEPS = 4
@@ -75,6 +76,8 @@ def train(rank: int, world_size: int, tie: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     seen["final"] = digest(model)
+    states = [fully_shard.state(module) for module in (model, *model.blocks)]  # type: ignore[attr-defined]
+    seen["streams"] = [[id(getattr(state._comm_ctx, name)) for name in SameStreams.STREAMS] for state in states]
     seen["micro_batches"] = len(batches)
     seen["reductions"] = [count_reductions(model, batches), count_reductions(model, batches[:1])]
     return seen

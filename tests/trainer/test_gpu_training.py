@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,3 +117,23 @@ def test_a_large_model_has_its_weights_within_seconds(device: torch.device) -> N
     assert time.monotonic() - began < 10
     local = model.blocks[31].ffn.gate.weight.to_local()
     assert local.std().item() == pytest.approx(0.02, rel=0.01) and abs(local.mean().item()) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_made_anew_takes_no_more_memory_than_the_one_before(device: torch.device) -> None:
+    """As after an in-process restart: the process and what its allocator keeps are the same, the model is another."""
+    config = build_config({"max_steps": 20, "gpus_per_node": 1})
+    tokens_BT = torch.randint(0, 256, (8, 129)).to(device)
+    reserved = []
+    for _ in range(6):
+        model = prepare(PRESETS["tiny"], device)
+        init_weights(model, 0)
+        optimizer = build_optimizer(model, config)
+        for _ in range(2):
+            forward_backward(model, [tokens_BT])
+            optimizer.step()
+            optimizer.zero_grad()
+        del model, optimizer
+        gc.collect()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1:] == [reserved[1]] * 5

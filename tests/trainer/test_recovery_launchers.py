@@ -6,6 +6,8 @@ import inspect
 import itertools
 import subprocess
 
+import sys
+
 import pytest
 from nvidia_resiliency_ext.fault_tolerance import launcher
 from torch.distributed import run as torchrun
@@ -28,7 +30,7 @@ def test_the_installed_parser_takes_every_flag(recovery: str, nodes: int, low: i
     assert options.nnodes == (f"{low}:{nodes}" if low else str(nodes))
     assert options.training_script_args[-2:] == ["/tmp/fork", "trainer.loop:main"]
     # What a launcher does not know it takes for the program: then the program would not be what follows --no-python.
-    assert options.no_python and options.training_script.endswith("python")
+    assert options.no_python and options.training_script == sys.executable
     assert int(options.max_restarts) == (7 if in_job else 0)
     settings = dict(item.split("=") for item in options.rdzv_conf.split(","))
     assert settings["is_host"] == "true" and float(settings["join_timeout"]) > 60

@@ -124,10 +124,10 @@ class SnapshotSlot:
 
     def fence(self) -> None:
         """Return once the state may change: the newest snapshot's copy is in place, and training can resume from it."""
-        if self._copying is not None:
-            self._copying.wait()
+        copying, self._copying = self._copying, None  # (one that failed is not to fail after each restart)
+        if copying is not None:
+            copying.wait()
             self._placed.wait()
-            self._copying = None
 
     def join(self) -> None:
         """Wait until the newest snapshot is sealed; it always ends: it only computes and writes to memory."""

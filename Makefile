@@ -13,7 +13,7 @@ RUN_ID ?= demo
 DEMO := --run-id $(RUN_ID) --model tiny --gpus-per-node 2 --recovery combined --max-steps 80 \
 	--checkpoint-interval-steps 10 --snapshot-interval-steps 1 --fault-count 5 --fault-kinds exception,hang,sigkill --heartbeat-timeout-seconds 5
 
-.PHONY: help setup demo test lint ci compile cluster-test drills clean
+.PHONY: help setup demo test lint ci compile cluster-test gpu-test drills clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | while IFS='|' read -r name text; do \
@@ -46,6 +46,9 @@ compile: $(READY) ## write templates/*.yaml from workflows/
 cluster-test: $(READY) ## the drills on a real Kubernetes with Argo Workflows (KUBECONFIG)
 	@sed -n '3,/^"""/{/^"""/!p}' tests/cluster/cluster_support.py
 	$(PYTEST) -v -rs -m cluster tests/cluster tests/workflows
+
+gpu-test: $(READY) ## the tests that need a GPU; no other test sees one
+	$(PYTEST) -v -rs -m gpu
 
 drills: $(READY) ## the long fault drills, up to an hour: two side by side, then alone those that measure
 	$(PYTEST) -v -m drill --timeout 3600 -n 2 --dist load $(MEASURED:%=--ignore=%)

@@ -1,6 +1,7 @@
 """What this project does on this machine's GPUs, in parts of a few minutes each; every part prints one short table.
 
-    python benchmarks/gpu.py --part throughput|checkpoint|recovery|price|restarts [--gpus 2] [--out DIR]
+    python benchmarks/gpu.py --part throughput|recovery|price|restarts [--gpus 2] [--out DIR]
+    python benchmarks/gpu.py --part checkpoint --gpus 1      # (all ways take too long on two)
 
 throughput   bf16 FSDP2, compiled blocks: tokens/s and MFU of the 8B and the 1B shape
 checkpoint   training time lost per save: ours, torch.save, DCP's asynchronous ways, plain NVRx; the same loop and state
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--root", type=Path, default=Path("/dev/shm/holdfast-benchmark"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out"))
-    parser.add_argument("--model", default="1b", help="a preset; for checkpoint also PRESET:LAYERS, as 1b:8 for 5 GiB a rank on one GPU")
+    parser.add_argument("--model", default="1b", help="a preset; for checkpoint also PRESET:LAYERS [1b; checkpoint on one GPU 1b:8]")
     parser.add_argument("--cases", default="", help="throughput: MODEL:SEQUENCE:BATCH[:recompute],...; recovery: MODE/KIND,KIND... with spaces between")
     parser.add_argument("--steps", type=int, default=0, help="measured steps (0: the part's own)")
     parser.add_argument("--sequence-length", type=int, default=0)

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -39,15 +38,16 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         str(options.root), str(out), model, str(options.sequence_length or 2048),
         str(options.micro_batch_size or 8), options.compile, str(options.steps or 5), options.cases,
     ]  # fmt: skip
-    with subprocess.Popen(command, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "4"}) as process:
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "4"}) as process:
         try:
             if code := process.wait(LIMIT):
                 raise subprocess.CalledProcessError(code, command)
         except subprocess.TimeoutExpired:
             print(f"after {LIMIT:g} s there was no time for more", file=sys.stderr)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the ranks with it, and what the ways have left
+            process.terminate()  # torchrun ends its ranks, and what they have started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(40)
+            process.kill()
     found: list[dict[str, object]] = json.loads(out.read_text()) if out.exists() else []
     return found
 
@@ -300,6 +300,7 @@ def main() -> None:
     for _ in range(5):
         loop.train()
     from trainer.checkpointing.staging import layout_of
+    from trainer.records import write_whole
 
     size = layout_of(loop.state.tensors())[1] / 2**30
     ways = {
@@ -324,7 +325,7 @@ def main() -> None:
             rows.append({"way": name, "failed": traceback.format_exc(limit=-1).strip().replace("\n", " ")[-200:]})
         if loop.rank == 0:
             print(rows[-1], flush=True)
-            Path(out).write_text(json.dumps(rows))
+            write_whole(Path(out), json.dumps(rows).encode())
     dist.barrier()
     server.kill()
     os._exit(0)  # the ways leave threads and processes that wait for ever

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -117,11 +118,11 @@ def restarts(options: argparse.Namespace) -> list[dict[str, object]]:
         (options.out / f"restarts-{kind}-samples.json").write_text(json.dumps(samples))
         report = json.loads((options.out / f"restarts-{kind}.json").read_text())
         struck = faults(run, report)
-        seconds = [float(str(fault["to next completed step, s"])) for fault in struck]
+        seconds = [took for fault in struck if (took := float(str(fault["to next completed step, s"]))) > 0] or [math.nan]
         row: dict[str, object] = {
             "20 x": kind, "recovered": len(report["faults"]), "steps": report["steps_completed"],
             "to next completed step, median, longest, s": f"{statistics.median(seconds):.2f}, {max(seconds):.2f}",
-            "most steps lost (snapshots each 5)": max(int(str(fault["steps lost"])) for fault in struck),
+            "most steps lost (snapshots each 5)": max((int(str(fault["steps lost"])) for fault in struck), default=0),
         }  # fmt: skip
         for name in HELD:
             row[f"{name} after {', '.join(map(str, LOOKED_AT))}"] = ", ".join(middle(samples, number, name) for number in LOOKED_AT)

@@ -90,13 +90,13 @@ def _about_report(report: RunReport) -> list[str]:
 
 def waits(events: Sequence[Event]) -> dict[str, float]:
     """Seconds of waiting for checkpoints by reason; of the ranks that wait together the longest counts."""
-    longest: dict[tuple[str, ...], float] = defaultdict(float)
+    waited: dict[tuple[str, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         seconds, reason = event.data.get("seconds"), event.data.get("reason")
         if event.event == "stall" and isinstance(seconds, int | float) and isinstance(reason, str):
             place = (reason, *map(str, (event.attempt, event.pod, event.cycle, event.iteration, event.data.get("step"))))
-            longest[place] = max(longest[place], float(seconds))
+            waited[place][event.rank] += float(seconds)
     total: dict[str, float] = defaultdict(float)
-    for place, length in longest.items():
-        total[place[0]] += length
+    for place, ranks in waited.items():
+        total[place[0]] += max(ranks.values())
     return dict(total)

@@ -103,12 +103,12 @@ class SameStreams(FSDPCommContext):
     """
 
     STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
-    _made: ClassVar[dict[str, Any]] = {}
+    _made: ClassVar[dict[tuple[str, str], Any]] = {}
 
     def lazy_init(self, device: torch.device) -> None:
         super().lazy_init(device)
         for name in self.STREAMS:
-            setattr(self, name, self._made.setdefault(name, getattr(self, name)))
+            setattr(self, name, self._made.setdefault((str(device), name), getattr(self, name)))
 
 
 def prepare(

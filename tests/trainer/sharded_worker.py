@@ -77,7 +77,7 @@ def train(rank: int, world_size: int, tie: bool) -> dict[str, Any]:
         optimizer.zero_grad()
     seen["final"] = digest(model)
     states = [fully_shard.state(module) for module in (model, *model.blocks)]  # type: ignore[attr-defined]
-    seen["streams"] = [getattr(s._comm_ctx, name) is SameStreams._made[name] for s in states for name in SameStreams.STREAMS]
+    seen["streams"] = [getattr(s._comm_ctx, name) is SameStreams._made["cpu", name] for s in states for name in SameStreams.STREAMS]
     seen["micro_batches"] = len(batches)
     seen["reductions"] = [count_reductions(model, batches), count_reductions(model, batches[:1])]
     return seen

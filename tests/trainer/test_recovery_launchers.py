@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import subprocess
-
 import sys
 
 import pytest

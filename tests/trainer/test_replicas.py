@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from tier_world import REPOSITORY, Run, wait_until
 
 from trainer import environment
 from trainer.checkpointing.replicas import KEPT, connect, fetch, put
-from trainer.checkpointing.snapshot_files import HEADER, Name, held, replica
+from trainer.checkpointing.snapshot_files import HEADER, Name, held, read_header, replica, write_header
 from trainer.recovery.stub import request
 
 MakeRun = Callable[..., Run]
@@ -33,8 +34,9 @@ def name(step: int) -> Name:
 
 def snapshot(path: Path, step: int) -> Path:
     """A whole snapshot of ``step`` at ``path``."""
-    header = {"rank": RANK, "step": step, "entry": name(step)[1], "size": SIZE}
-    path.write_bytes(json.dumps(header).encode().ljust(HEADER, b"\0") + os.urandom(SIZE))
+    content = os.urandom(SIZE)
+    header = {"rank": RANK, "step": step, "entry": name(step)[1], "size": SIZE, "crc": zlib.crc32(content)}
+    path.write_bytes(json.dumps(header).encode().ljust(HEADER, b"\0") + content)
     return path
 
 
@@ -157,3 +159,16 @@ def test_a_request_that_is_none_is_not_answered(make_run: MakeRun, line: bytes) 
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(16) == b""
         assert list(directory.iterdir()) == []
+
+
+def test_a_replica_without_a_checksum_is_none(make_run: MakeRun, tmp_path: Path) -> None:
+    """It came over a network; a rank's own file is whole from the moment its header says so, and gets its checksum later."""
+    run = make_run()
+    with served(run) as directory:
+        source = snapshot(tmp_path / "rank-0-0", 1)
+        header = read_header(source)
+        del header["crc"]
+        write_header(source, header)
+        send(run, source, 1)
+        assert replica(directory, RANK, name(1)).exists() and not held(directory, {})
+    assert set(held(tmp_path, {})) == {(RANK, name(1))}

@@ -182,8 +182,9 @@ class World:
     def close(self) -> None:
         """Kill the ranks (their writers go with them) and wait until they are gone."""
         for member in self.members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGKILL)
+            if member.pid:  # (it is known from its first answer; 0 would be this process's own group)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member.pid, signal.SIGKILL)
             member.channel.close()
         wait_until(lambda: not self.workers(), "the ranks of a world are gone")
         self.forks.worlds -= 1

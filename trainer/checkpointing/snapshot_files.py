@@ -46,10 +46,11 @@ def replica(directory: Path, rank: int, name: Name) -> Path:
 
 
 def held(directory: Path, identity: Mapping[str, int | str]) -> dict[tuple[int, Name], Path]:
-    """The whole snapshots in ``directory`` whose headers agree with ``identity``, of whatever rank, replicas included."""
+    """The whole snapshots in ``directory`` whose headers agree with ``identity``, of whatever rank, replicas included. Those
+    are sent with their checksum, over a network; one without it is none."""
     found: dict[tuple[int, Name], Path] = {}
     for path in (*directory.glob("replica-*"), *directory.glob("rank-*")):
         header = read_header(path)
-        if header and all(header.get(key) == value for key, value in identity.items()):
+        if header and ("crc" in header or path.name.startswith("rank-")) and all(header.get(key) == value for key, value in identity.items()):
             found[int(header["rank"]), (int(header["step"]), str(header["entry"]))] = path
     return found

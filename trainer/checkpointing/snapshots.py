@@ -114,25 +114,32 @@ class SnapshotSlot:
             found.close()
 
     def seal(self, sealing: Sealing, events: EventLog) -> None:
-        """Checksum and header, in the background: the checksum of gigabytes takes longer than their copy."""
+        """Header and checksum, in the background: the checksum of gigabytes takes longer than their copy. ``OSError`` when the
+        machine has no room for a thread."""
         self.join()
         self._copying, self._placed = sealing.copying, threading.Event()
         self._thread = threading.Thread(
             target=_seal, args=(sealing, self._placed, events, self.replicator), name="snapshot", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
 
     def fence(self) -> None:
         """Return once the state may change: the newest snapshot's copy is in place, and training can resume from it."""
         copying, self._copying = self._copying, None  # (one that failed is not to fail after each restart)
         if copying is not None:
             copying.wait()
-            self._placed.wait()
+            # (A restart may have come before the thread was started; and it cannot interrupt a wait without an end.)
+            while not self._placed.wait(0.1) and self._thread is not None and self._thread.is_alive():
+                pass
 
     def join(self) -> None:
         """Wait until the newest snapshot is sealed; it always ends: it only computes and writes to memory."""
         if self._thread is not None:
-            self._thread.join()
+            if self._thread.ident is not None:  # (else a restart came before it was started)
+                self._thread.join()
             self._thread = None
 
 
@@ -144,8 +151,8 @@ def _seal(sealing: Sealing, placed: threading.Event, events: EventLog, replicato
         finally:
             placed.set()
         write_header(sealing.path, sealing.header | {"crc": sealing.buffer.checksum()})
-    except OSError as error:
-        events.emit("save_failed", step=sealing.step, tier="snapshot", reason=str(error))
+    except Exception as error:  # (of the copy it is raised in ``fence``, too)
+        events.emit("save_failed", step=sealing.step, tier="snapshot", reason=f"{type(error).__name__}: {error}"[:500])
         return
     events.emit(
         "commit",
@@ -258,8 +265,10 @@ class SnapshotTier:
             with ThreadPoolExecutor(1) as pool:  # (both take a moment for gigabytes, and a restart waits for them)
                 checksum = pool.submit(buffer.checksum)
                 buffer.load(self._tensors, self._layout)
-            found = checksum.result()
-            if read_header(path).get("crc", found) != found:  # (none where a fault came before it was sealed)
+            found, header = checksum.result(), read_header(path)
+            if (header.get("step"), header.get("entry")) != name:
+                reason = "its header is gone"
+            elif header.get("crc", found) != found:  # (none where a fault came before it was sealed)
                 reason = "its bytes do not have the checksum of its header"
         except (OSError, ValueError) as error:
             reason = str(error)

@@ -145,12 +145,17 @@ class Watch:
 
     @contextmanager
     def phase(self, limit: float) -> Iterator[None]:
-        """A phase inside a step, such as a save: may take ``limit`` seconds, then the step's clock starts anew."""
-        self.enter(limit)
+        """A phase inside a step, such as a save: may take ``limit`` seconds, then the step's clock starts anew. A longer phase
+        that it lies in, such as the first step, goes on."""
+        around = self._deadline
+        self._deadline = max(around, time.monotonic() + limit)
         try:
             yield
         finally:
-            self.step()
+            if around > time.monotonic():
+                self._deadline = around
+            else:
+                self.step()
 
     def _keep(self) -> None:
         while not self._closed.wait(self._interval):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainer import environment
 from trainer.model import Transformer
 
 
@@ -19,7 +20,7 @@ class ComputeClock:
     """Sums the forward times of a model's blocks. Make it after the model is sharded: its hooks lie inside FSDP's."""
 
     def __init__(self, model: Transformer) -> None:
-        self._cuda = torch.cuda.is_available()
+        self._cuda = environment.has_gpu()
         self._began: Any = None
         self._seconds = 0.0
         self._pairs: list[tuple[Any, Any]] = []

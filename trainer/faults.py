@@ -151,9 +151,7 @@ def exhaust_memory(message: str) -> NoReturn:
     On a GPU its memory runs out (``torch.cuda.OutOfMemoryError``). On a CPU the address space of this process is limited to
     a little more than it has (``MemoryError``), so that the kernel kills nobody; the limit is lifted again.
     """
-    import torch
-
-    if torch.cuda.is_available():
+    if environment.has_gpu():
         _exhaust_gpu_memory()
     blocks: list[bytes] = []
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

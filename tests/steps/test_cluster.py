@@ -214,6 +214,20 @@ def test_more_ranks_never_need_more_memory_each(nodes: int, factor: int) -> None
     assert cluster.snapshot_bytes_needed(many, LLAMA_8B) <= cluster.snapshot_bytes_needed(few, LLAMA_8B)
 
 
+def test_what_a_run_may_shrink_to_must_have_room() -> None:
+    """The nodes that are left hold what all did."""
+    config = launch("p5", nodes=8, snapshot_replicas=0).config
+    shrinks = config.model_copy(update={"min_nodes": 2})
+    two = config.model_copy(update={"nodes": 2})
+    assert cluster.gpu_bytes_needed(shrinks, LLAMA_8B) == cluster.gpu_bytes_needed(two, LLAMA_8B) > cluster.gpu_bytes_needed(config, LLAMA_8B)
+    assert cluster.snapshot_bytes_needed(shrinks, LLAMA_8B) == 4 * cluster.snapshot_bytes_needed(config, LLAMA_8B)
+    large = ModelShape(12 * LLAMA_8B.parameters, LLAMA_8B.hidden, 20 * LLAMA_8B.layers, LLAMA_8B.vocabulary)
+    enough = config.model_copy(update={"nodes": 64})
+    assert cluster.check(enough, PLACEMENT, large)
+    with pytest.raises(ConfigurationError, match=r"on each of 16 GPUs, .* use --min-nodes (\d+), of as many --nodes or more"):
+        cluster.check(enough.model_copy(update={"min_nodes": 2}), PLACEMENT, large)
+
+
 def test_snapshots_that_do_not_fit_in_shared_memory_are_refused() -> None:
     config = launch("cpu", nodes=1, snapshot_interval_steps=5).config
     with pytest.raises(ConfigurationError, match=r"which has 1 GiB"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 from test_writer_faults import mounted, root_only
 from tier_world import Run
 
+from trainer.checkpointing import SnapshotSlot
 from trainer.checkpointing.snapshot_files import read_header, write_header
+from trainer.checkpointing.transfer import Copying
 
 MakeRun = Callable[..., Run]
 
@@ -190,3 +194,14 @@ def test_memory_that_fills_up_costs_the_tier_and_nothing_else(make_run: MakeRun,
             world.all("train_on", first=5, last=5)
             world.all("join")
             assert world.one("resume") == [5, "snapshot"]
+
+
+def test_a_restart_before_the_seal_has_begun_leaves_nothing_to_wait_for() -> None:
+    """NVRx raises its exception in the main thread wherever that is: here, before the thread that seals was started."""
+    slot = SnapshotSlot()
+    slot._copying, slot._thread = Copying(), threading.Thread(target=print)
+    began = time.monotonic()
+    slot.fence()
+    slot.join()
+    slot.fence()
+    assert time.monotonic() - began < 2

@@ -8,7 +8,6 @@ Started by torchrun, once a rank.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -21,9 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from gpu_torchrun import torchrun
+
 STEPS_AT_LEAST = 4
 BARE_STEPS = 20
-LIMIT = 460.0
 LEARNING = 1e-5
 
 
@@ -33,21 +33,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     model = "1b:8" if (options.model, options.gpus) == ("1b", 1) else options.model
     out = options.out / "checkpoint.json"
     out.unlink(missing_ok=True)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}", __file__,
+    arguments = [
         str(options.root), str(out), model, str(options.sequence_length or 2048),
         str(options.micro_batch_size or 8), options.compile, str(options.steps or 5), options.cases,
     ]  # fmt: skip
-    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "4"}) as process:
-        try:
-            if code := process.wait(LIMIT):
-                raise subprocess.CalledProcessError(code, command)
-        except subprocess.TimeoutExpired:
-            print(f"after {LIMIT:g} s there was no time for more", file=sys.stderr)
-            process.terminate()  # torchrun ends its ranks, and what they have started
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(40)
-            process.kill()
+    try:
+        torchrun(options.gpus, __file__, *arguments)
+    except subprocess.TimeoutExpired as error:
+        print(f"after {error.timeout:g} s there was no time for more", file=sys.stderr)
     found: list[dict[str, object]] = json.loads(out.read_text()) if out.exists() else []
     return found
 

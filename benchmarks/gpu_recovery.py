@@ -147,7 +147,7 @@ def watch(folder: Path, ranks: int, samples: list[dict[str, float]], ended: thre
             return
         entries = told.count(b'"event": "entry"')
         processes = [process for process in me.children(recursive=True) if process.is_running()]
-        sample = {"restarts": max(0.0, entries / ranks - 1), "processes": float(len(processes))} | dict.fromkeys(HELD[1:4] + HELD[5:], 0.0)
+        sample = dict.fromkeys(HELD, 0.0) | {"restarts": max(0.0, entries / ranks - 1), "processes": float(len(processes)), "GPU MiB": gpu_mib()}
         for process in processes:
             try:
                 sample["descriptors"] += process.num_fds()
@@ -158,7 +158,6 @@ def watch(folder: Path, ranks: int, samples: list[dict[str, float]], ended: thre
                 continue
             sample["sockets"] += len(connections)
             sample["listening"] += sum(c.status == psutil.CONN_LISTEN for c in connections)
-        sample["GPU MiB"] = gpu_mib()
         samples.append(sample)
 
 

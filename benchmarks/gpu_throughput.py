@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from gpu_torchrun import torchrun
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +40,8 @@ def bare(
     gpus: int, cases: str, steps: int, out: Path, compiled: bool, vocabulary: int = 0, *, dataset: str = "", warm_up: int = WARM_UP
 ) -> list[dict[str, object]]:
     """The bare loop's rows for ``cases``, on random tokens of ``vocabulary`` or on what the trainer would take from ``dataset``."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", __file__,
-        cases, str(steps), str(out / "throughput.json"), str(int(compiled)), str(vocabulary), str(warm_up), dataset,
-    ]  # fmt: skip
-    subprocess.run(command, check=True, timeout=460, env=os.environ | {"OMP_NUM_THREADS": "4", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    arguments = [cases, str(steps), str(out / "throughput.json"), str(int(compiled)), str(vocabulary), str(warm_up), dataset]
+    torchrun(gpus, __file__, *arguments, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     found: list[dict[str, object]] = json.loads((out / "throughput.json").read_text())
     return found
 
@@ -70,7 +67,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def drawn(vocabulary: int, length: int, batch: int) -> Callable[[int], Tensor]:
+def random_tokens(vocabulary: int, length: int, batch: int) -> Callable[[int], Tensor]:
     """The same random tokens_BT for every step."""
     import torch
     import torch.distributed as dist
@@ -81,7 +78,7 @@ def drawn(vocabulary: int, length: int, batch: int) -> Callable[[int], Tensor]:
     return lambda step: tokens_BT
 
 
-def given(dataset: str, length: int, batch: int) -> tuple[Callable[[int], Tensor], int]:
+def trainer_tokens(dataset: str, length: int, batch: int) -> tuple[Callable[[int], Tensor], int]:
     """The tokens_BT that the trainer's step takes from ``dataset``, and the size of its vocabulary."""
     import torch
     import torch.distributed as dist
@@ -111,7 +108,7 @@ def one(case: str, steps: int, compiled: bool, vocabulary: int, warm_up: int, da
 
     name, sequence, micro_batch, *recompute = case.split(":")
     length, batch, device = int(sequence), int(micro_batch), choose_device()
-    tokens, vocabulary = given(dataset, length, batch) if dataset else (drawn(vocabulary, length, batch), vocabulary)
+    tokens, vocabulary = trainer_tokens(dataset, length, batch) if dataset else (random_tokens(vocabulary, length, batch), vocabulary)
     shape = model_config(name, vocabulary)
     config = build({"max_steps": warm_up + steps + AFTER, "gpus_per_node": 1})
     model = prepare(shape, device, compile_blocks=compiled, recompute=bool(recompute))

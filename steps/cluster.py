@@ -177,16 +177,11 @@ def selector(run_id: str) -> str:
 # --- checks ------------------------------------------------------------------------------------------------------------
 
 
-def fewest_nodes(config: RunConfig) -> int:
-    """How many nodes the run may have to do with: they hold what all nodes did."""
-    return config.min_nodes or config.nodes
-
-
 def gpu_bytes_needed(config: RunConfig, shape: ModelShape) -> int:
     """A lower bound of one GPU's memory in bytes: its share of the training state, the largest piece that is gathered
     whole (a layer or the embedding, bf16), the residual stream of every layer and the logits of one micro-batch.
     """
-    state = STATE_BYTES_PER_PARAMETER * shape.parameters / (fewest_nodes(config) * config.gpus_per_node)
+    state = STATE_BYTES_PER_PARAMETER * shape.parameters / (config.fewest_nodes * config.gpus_per_node)
     embedding = shape.vocabulary * shape.hidden
     layer = max(0, shape.parameters - 2 * embedding) / max(1, shape.layers)
     tokens = config.micro_batch_size * config.sequence_length
@@ -205,7 +200,7 @@ def snapshot_bytes_of_run(config: RunConfig, parameters: int) -> int:
 
 def snapshot_bytes_needed(config: RunConfig, shape: ModelShape) -> int:
     """/dev/shm of one node in bytes."""
-    return math.ceil(snapshot_bytes_of_run(config, shape.parameters) / fewest_nodes(config))
+    return math.ceil(snapshot_bytes_of_run(config, shape.parameters) / config.fewest_nodes)
 
 
 def check(config: RunConfig, placement: Placement, shape: ModelShape | None = None) -> Profile:
@@ -223,7 +218,7 @@ def check(config: RunConfig, placement: Placement, shape: ModelShape | None = No
     needed, available = gpu_bytes_needed(config, shape), profile.gpu_memory_gib * GIB
     if profile.gpus and needed > available:
         raise ConfigurationError(
-            f"--model: {config.model} needs at least {needed / GIB:.1f} GiB on each of {fewest_nodes(config) * config.gpus_per_node} GPUs, "
+            f"--model: {config.model} needs at least {needed / GIB:.1f} GiB on each of {config.fewest_nodes * config.gpus_per_node} GPUs, "
             f"{(needed - available) / GIB:.1f} GiB more than the {profile.gpu_memory_gib} GiB of {profile.instance_type}; "
             f"{_advice(config, shape, available)}"
         )
@@ -237,7 +232,7 @@ def check(config: RunConfig, placement: Placement, shape: ModelShape | None = No
 
 
 def _advice(config: RunConfig, shape: ModelShape, available: int) -> str:
-    for nodes in range(fewest_nodes(config) + 1, 1025):
+    for nodes in range(config.fewest_nodes + 1, 1025):
         if gpu_bytes_needed(config.model_copy(update={"nodes": nodes, "min_nodes": 0}), shape) <= available:
             return f"use --nodes {nodes}" if not config.min_nodes else f"use --min-nodes {nodes}, of as many --nodes or more"
     return "use a smaller --micro-batch-size, --sequence-length or --model"

@@ -111,7 +111,7 @@ def wait_for_name(host: str, deadline_seconds: float) -> None:
 
 def reap_orphans(own: int) -> None:
     """Take the exit codes that nobody waits for, of orphans that came to this process: each would stay in the table of
-    processes, a few for every restart, until the pod may have no more. That of ``own`` is left to who waits for it."""
+    processes, a few for every restart, until the pod may have no more. That of ``own`` (0: none) is left to who waits for it."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != own:
             os.waitpid(ended.si_pid, os.WNOHANG)
@@ -358,9 +358,7 @@ class Node:
             for child in living:
                 with contextlib.suppress(psutil.Error):
                     child.kill()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+            reap_orphans(0)
             if not living:
                 return
             time.sleep(0.02)

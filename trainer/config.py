@@ -90,6 +90,11 @@ class RunConfig(BaseModel):
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    @property
+    def fewest_nodes(self) -> int:
+        """How many nodes the run may have to do with: they hold what all nodes did."""
+        return self.min_nodes or self.nodes
+
     @field_validator("run_id")
     @classmethod
     def _run_id(cls, value: str) -> str:
@@ -131,7 +136,7 @@ class RunConfig(BaseModel):
             )
         if self.min_nodes > self.nodes:
             raise ValueError(f"min_nodes {self.min_nodes} is more than nodes {self.nodes}")
-        for nodes in range(self.min_nodes or self.nodes, self.nodes):
+        for nodes in range(self.fewest_nodes, self.nodes):
             if self.global_batch_size % (nodes * self.gpus_per_node):
                 raise ValueError(
                     f"min_nodes {self.min_nodes} allows {nodes} nodes, but global_batch_size {self.global_batch_size} is "

@@ -249,7 +249,7 @@ class DurableTier:
         if self._plan is None and self._due(step):
             began = time.monotonic()
             with self._watch.phase(self._watch.limits.save):
-                self._planned(self._laid_out()[0])
+                self._planned()
             if not environment.has_gpu():
                 self._events.emit("stall", step=step, seconds=time.monotonic() - began, reason="save")
         return self._in_flight()
@@ -378,7 +378,7 @@ class DurableTier:
     def _stage(self, step: int, mode: str) -> tuple[Job, Copying]:
         """Begin to copy the state, and describe the save."""
         tensors, layout, size = self._laid_out()
-        plan, metadata, nonce = self._planned(tensors)
+        plan, metadata, nonce = self._planned()
         staging = self._slot.buffer(size)
         copying = staging.buffer.store(tensors, layout)
         self._saves += 1  # (the same on every rank: a directory is never used twice)
@@ -410,11 +410,11 @@ class DurableTier:
         )
         return job, copying
 
-    def _planned(self, tensors: dict[str, Tensor]) -> tuple[SavePlan, Metadata | None, str]:
+    def _planned(self) -> tuple[SavePlan, Metadata | None, str]:
         """This rank's plan, on rank 0 the metadata, and a name common to all ranks; made once per process group."""
         if self._plan is None:
             planner = DefaultSavePlanner()
-            planner.set_up_planner(dict(tensors), is_coordinator=self._control.rank == 0)
+            planner.set_up_planner(dict(self._laid_out()[0]), is_coordinator=self._control.rank == 0)
             plans = self._control.gather((planner.create_local_plan(), os.urandom(4).hex()))
             merged, metadata = planner.create_global_plan([plan for plan, _ in plans])
             rank = self._control.rank

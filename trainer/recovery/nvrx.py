@@ -182,7 +182,7 @@ def count_who_came(module: Any) -> None:
 def launcher_arguments(config: RunConfig, rendezvous: Rendezvous, socket: str) -> list[str]:
     """The launcher's arguments: ft_launcher for ``in-job`` and ``combined``, else torchrun without restarts."""
     in_job = config.recovery in ("in-job", "combined")
-    low = config.min_nodes or config.nodes
+    low = config.fewest_nodes
     nodes = str(config.nodes) if low == config.nodes else f"{low}:{config.nodes}"
     configuration = [
         f"is_host={str(rendezvous.is_host).lower()}",

@@ -112,7 +112,7 @@ class Engine:
         self.store = store
         self.state = WorkflowState(plan, name, uid, created, self._changed)
         self.launcher = Launcher([store.lock_handle])
-        self.environment = environment.mapping() | dict(options.environment or {})
+        self.environment = _without_locale(environment.mapping()) | dict(options.environment or {})
         claims = {claim: Path(directory).absolute() for claim, directory in options.volumes.items()}
         self.places = sandbox.Places(
             store.directory.absolute(), claims | self._made_claims(name), (options.root / "volumes").absolute()
@@ -365,6 +365,11 @@ class Engine:
 
 class _Stopped(Exception):
     """Everything has ended because the engine was told to stop."""
+
+
+def _without_locale(variables: dict[str, str]) -> dict[str, str]:
+    """What a step inherits. A pod has no locale unless its image or template sets one, and ``sort`` depends on it."""
+    return {name: value for name, value in variables.items() if not re.match(r"LANG$|LANGUAGE$|LC_", name)}
 
 
 def _summary(fields: tuple[str, ...]) -> str:

@@ -23,7 +23,7 @@ class Options:
     display: Display = "auto"
     """auto: a live tree on a terminal, else plain lines."""
     environment: Mapping[str, str] | None = None
-    """Added to what the processes of the workflow see of this process's environment."""
+    """Added to what the processes of the workflow see of this process's environment, which is all but its locale."""
 
 
 @dataclass(frozen=True)

@@ -254,3 +254,27 @@ def test_a_step_that_waits_for_what_never_comes_ends_the_workflow(tmp_path: Path
     found = run(write(tmp_path, spec, END), tmp_path)
     assert found.result.phase == "Error"
     assert "{{steps.fails.outputs.parameters.x}}" in found.workflow["status"]["message"]
+
+
+def test_a_step_has_no_locale_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod: what ``sort`` or ``printf`` makes of a value is not a matter of who runs the workflow."""
+    for name in ("LANG", "LANGUAGE", "LC_ALL", "LC_COLLATE", "LC_NUMERIC"):
+        monkeypatch.setenv(name, "de_DE.UTF-8")
+    spec = """
+    entrypoint: main
+    templates:
+    - name: main
+      dag:
+        tasks: [{name: none, template: none}, {name: own, template: own}]
+    - name: none
+      container: {image: x, command: [sh, -c], args: ["env | grep -E '^(LANG|LC_)' || echo none"]}
+    - name: own
+      container:
+        image: x
+        command: [sh, -c]
+        args: ["env | grep -E '^(LANG|LC_)' || echo none"]
+        env: [{name: LC_ALL, value: C}]
+    """
+    done = run(write(tmp_path, spec), tmp_path)
+    assert done.log(".none") == "none\n"
+    assert done.log(".own") == "LC_ALL=C\n"

@@ -300,9 +300,9 @@ def main() -> None:
         "torch.save": lambda: TorchSave(loop),
         "ours": lambda: Ours(loop),
         "plain NVRx": lambda: PlainNvrx(loop),
-        "DCP, threads": lambda: Dcp(loop, "THREAD"),
-        "DCP, process": lambda: Dcp(loop, "PROCESS"),
         "DCP, threads, pinned, kept": lambda: Dcp(loop, "THREAD", "kept"),
+        "DCP, process": lambda: Dcp(loop, "PROCESS"),
+        "DCP, threads": lambda: Dcp(loop, "THREAD"),
         "DCP, process, pinned": lambda: Dcp(loop, "PROCESS", "pinned"),
     }
     rows: list[dict[str, object]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import threading
@@ -15,6 +16,7 @@ from tier_world import Run
 
 from trainer.checkpointing import SnapshotSlot
 from trainer.checkpointing.snapshot_files import read_header, write_header
+from trainer.checkpointing.staging import AnonymousBuffer
 from trainer.checkpointing.transfer import Copying
 
 MakeRun = Callable[..., Run]
@@ -205,3 +207,23 @@ def test_a_restart_before_the_seal_has_begun_leaves_nothing_to_wait_for() -> Non
     slot.join()
     slot.fence()
     assert time.monotonic() - began < 2
+
+
+def test_memory_that_is_mapped_beforehand_keeps_no_other_thread_from_mapping_some() -> None:
+    """As an abort does again and again. In parts of 64 MiB one of the two could take place for each part."""
+    staging = AnonymousBuffer(512 << 20)
+    thread = threading.Thread(target=staging.buffer.populate)
+    mapped = 0
+    thread.start()
+    try:
+        began = time.monotonic()
+        while thread.is_alive():
+            mmap.mmap(-1, 1 << 20).close()
+            mapped += 1
+        took = time.monotonic() - began
+    finally:
+        thread.join()
+        staging.close()
+    if took < 0.02:
+        pytest.skip(f"512 MiB were mapped in {took:.3f} s: this kernel has no MADV_POPULATE_WRITE")
+    assert mapped > 50

@@ -28,6 +28,9 @@ from trainer.optim import local
 
 ALIGNMENT = 64
 BLOCK = 64 << 20
+POPULATED = 4 << 20
+"""Bytes whose pages are mapped at a time: meanwhile no thread of the process maps or unmaps anything, as ending a process group
+does again and again (64 MiB take 20 ms)."""
 CHECKSUM_THREADS = 16
 MADV_POPULATE_WRITE = 23
 MFD_CLOEXEC = 1
@@ -79,8 +82,8 @@ class HostBuffer:
         before 5.14."""
         libc = ctypes.CDLL(None)
         start = self.flat.data_ptr() - self._offset
-        for offset in range(0, self.size + self._offset, BLOCK):
-            length = min(BLOCK, self.size + self._offset - offset)
+        for offset in range(0, self.size + self._offset, POPULATED):
+            length = min(POPULATED, self.size + self._offset - offset)
             if libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(length), MADV_POPULATE_WRITE):
                 return
 

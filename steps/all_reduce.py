@@ -20,12 +20,12 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     import torch.distributed as dist
 
-    from trainer.environment import local_rank
+    from trainer.environment import has_gpu, local_rank
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mebibytes", type=int, default=512)
     size = parser.parse_args(argv).mebibytes * 1024**2
-    gpu = torch.cuda.is_available()
+    gpu = has_gpu()
     if gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("nccl" if gpu else "gloo")

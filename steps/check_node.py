@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from steps.cluster import GIB, PROFILES, Profile
+from steps.cluster import GIB
+from steps.profiles import PROFILES, Profile
 from trainer.config import OneLineParser
 from trainer.environment import mapping
 from trainer.errors import FULL, ExitCode, exit_with

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from steps import comparison_figures, figures, report
-from steps.comparison import Arm, Comparison, compare, differs
+from steps.comparison import compare, differs
+from steps.comparison_record import Arm, Comparison
 from steps.evidence import Evidence, examine
 from steps.published import PUBLISHED
 from trainer import paths

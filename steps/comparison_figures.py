@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from steps import figures
-from steps.comparison import Arm, Comparison
+from steps.comparison_record import Arm, Comparison
 from steps.figures import BOX, Bar, Curve, Dot, Mark, Plot, path, percent, round_values
 from steps.prediction import Costs, walk
 from trainer.config import RunConfig

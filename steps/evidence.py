@@ -7,11 +7,11 @@ which nothing is compared.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from steps.history import aligned, worlds
+from steps.history import World, aligned, worlds
+from steps.ledger import waits
 from steps.report import assemble
 from steps.runs import clock
 from trainer.errors import ConfigurationError, DataError
@@ -51,11 +51,13 @@ def examine(paths: RunPaths) -> Evidence:
         return Evidence(paths, None, files, {}, ("it never began: there is no record of it",), whole=False)
     except DataError as error:
         return Evidence(paths, None, files, {}, (f"its record cannot be read, or is of another version: {error}",), whole=False)
-    damage = _about_files(files, events)
-    return Evidence(paths, report, files, waits(events), (*damage, *_about_report(report)), whole=not damage)
+    happened = worlds(aligned(events))
+    damage = _about_files(files, events, happened)
+    waited = waits(happened, lambda stall: stall.reason)
+    return Evidence(paths, report, files, waited, (*damage, *_about_report(report)), whole=not damage)
 
 
-def _about_files(files: Sequence[EventFile], events: Sequence[Event]) -> list[str]:
+def _about_files(files: Sequence[EventFile], events: Sequence[Event], happened: Sequence[World]) -> list[str]:
     """Lines that are no events, and processes that left none."""
     found = [
         f"{file.name}: {file.unreadable} line{'s' if file.unreadable > 1 else ''} torn, or of another version, left out"
@@ -66,7 +68,7 @@ def _about_files(files: Sequence[EventFile], events: Sequence[Event]) -> list[st
         return ["it has no event files"]
     roles = {event.role for event in events}
     found += [f"no event file of a {role} is there" for role in ("supervisor", "node") if role not in roles]
-    for world in worlds(aligned(events)):
+    for world in happened:
         absent = world.size - len(world.highest_ends)
         if world.executed and absent > 0:
             found.append(f"{absent} of {world.size} ranks that trained from {clock(world.began)} on left no event file")
@@ -86,17 +88,3 @@ def _about_report(report: RunReport) -> list[str]:
     if unplanned:
         found.append(f"{unplanned} interruption{'s' if unplanned > 1 else ''} that nobody injected")
     return found
-
-
-def waits(events: Sequence[Event]) -> dict[str, float]:
-    """Seconds of waiting for checkpoints by reason; of the ranks that wait together the longest counts."""
-    waited: dict[tuple[str, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for event in events:
-        seconds, reason = event.data.get("seconds"), event.data.get("reason")
-        if event.event == "stall" and isinstance(seconds, int | float) and isinstance(reason, str):
-            place = (reason, *map(str, (event.attempt, event.pod, event.cycle, event.iteration, event.data.get("step"))))
-            waited[place][event.rank] += float(seconds)
-    total: dict[str, float] = defaultdict(float)
-    for place, ranks in waited.items():
-        total[place[0]] += max(ranks.values())
-    return dict(total)

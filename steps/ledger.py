@@ -7,12 +7,12 @@ samples is a function of the step, so the trajectory that stood must have used e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Literal
 
-from steps.history import Fact, World, layer_between
+from steps.history import Fact, Stall, World, layer_between
 from trainer.records import DataContinuity, TierReport
 
 Tier = Literal["durable", "snapshot"]
@@ -87,25 +87,26 @@ def tier_report(tier: str, worlds: Sequence[World], facts: Sequence[Fact]) -> Ti
         skipped=len(named["save_skipped"]),
         failed=len(named["save_failed"]),
         refused=len(refused),
-        mean_stall_seconds=_stalled(tier, worlds) / begun if begun else 0.0,
+        mean_stall_seconds=waits(worlds, _tier_of_stall).get(tier, 0.0) / begun if begun else 0.0,
         mean_durable_seconds=fmean(seconds[key] for key in whole) if whole else 0.0,
         bytes=sizes[max(whole)] if whole else 0,
     )
 
 
-def _stalled(tier: str, worlds: Sequence[World]) -> float:
-    """Seconds that the loop waited for a tier."""
-    total = 0.0
+def waits(worlds: Sequence[World], kind: Callable[[Stall], str]) -> dict[str, float]:
+    """Seconds that the loop waited for saves, by ``kind`` of stall. Of the ranks that wait together the longest counts."""
+    total: dict[str, float] = defaultdict(float)
     for world in worlds:
-        waits: dict[tuple[int, int], float] = defaultdict(float)
+        ranks: dict[tuple[str, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for stall in world.stalls:
-            if (SNAPSHOT if stall.reason == "snapshot" else DURABLE) == tier:
-                waits[(stall.step, stall.rank)] += stall.end - stall.start
-        longest: dict[int, float] = defaultdict(float)
-        for (step, _), wait in waits.items():
-            longest[step] = max(longest[step], wait)
-        total += sum(longest.values())
-    return total
+            ranks[kind(stall), stall.step][stall.rank] += stall.end - stall.start
+        for (name, _), waited in ranks.items():
+            total[name] += max(waited.values())
+    return dict(total)
+
+
+def _tier_of_stall(stall: Stall) -> str:
+    return SNAPSHOT if stall.reason == "snapshot" else DURABLE
 
 
 def trained_samples(standing: Mapping[int, World]) -> dict[int, list[int]]:

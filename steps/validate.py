@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steps.runs import read_run
+from trainer import environment
 from trainer.config import OneLineParser, add_flags, from_namespace
 from trainer.errors import DataError, ExitCode, exit_with
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
@@ -347,7 +348,7 @@ def held_out_loss(dataset: TokenDataset, model: Any, config: ModelConfig) -> flo
     samples = list(dataset.held_out)[: max(1, min(HELD_OUT_SAMPLES, affordable))]
     if not samples:
         return None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if environment.has_gpu() else "cpu")
     model.to(device)
     total = 0.0
     at_once = max(1, FORWARD_TOKENS // dataset.sequence_length)

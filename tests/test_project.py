@@ -15,7 +15,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from steps.cluster import PROFILES
+from steps.profiles import PROFILES
 from trainer.config import OneLineParser, RunConfig, build, flag, from_namespace, to_text
 from trainer.errors import FINAL_CODES, ExitCode
 from workflows.parameters import workflow_parameters

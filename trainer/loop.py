@@ -25,18 +25,18 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 from trainer import environment
-from trainer.errors import DefectError, ExitCode, StoppedError, code_of
+from trainer.errors import DefectError, StoppedError
 from trainer.events import EventLog
+from trainer.outcome import record_outcome
 from trainer.paths import MANIFEST, RunPaths
 from trainer.progress import Ledger, newest_attempt
-from trainer.records import Outcome, RunRecord
+from trainer.records import RunRecord
 from trainer.recovery.base import Limits, Watch, await_end
 
 if TYPE_CHECKING:
@@ -338,9 +338,12 @@ def main() -> int:
         return 1
     sessions: list[Session] = []
 
+    def end(error: BaseException | None) -> int:
+        return record_outcome(error, paths, env, events, sessions[0].last_step if sessions else -1)
+
     def leave(error: BaseException) -> NoReturn:
         """End this process where it stands: the outcome file tells the layer above all it needs."""
-        os._exit(record_outcome(error, paths, env, events, sessions))
+        os._exit(end(error))
 
     try:
         record = RunRecord.read(paths.record)
@@ -360,34 +363,8 @@ def main() -> int:
         sessions.append(session)
         build(record.config, watch, events, meeting, leave).run(session.train)
     except BaseException as error:
-        return record_outcome(error, paths, env, events, sessions)
-    return record_outcome(None, paths, env, events, sessions)
-
-
-def record_outcome(
-    error: BaseException | None,
-    paths: RunPaths,
-    env: environment.WorkerEnvironment,
-    events: EventLog,
-    sessions: list[Session],
-) -> int:
-    """Write this worker's outcome file; returns the code to end with."""
-    last = sessions[0].last_step if sessions else -1
-    code, message = int(ExitCode.DONE), f"finished step {last}"
-    if error is not None:
-        code, message = outcome_of(error)
-        events.emit("fault_detected", layer="in_job", message=message)
-        if code in (ExitCode.DEFECT, ExitCode.STOPPED):
-            traceback.print_exception(error)
-        if code not in set(ExitCode):
-            code = 1
-    try:
-        Outcome(exit_code=code, message=message, step=last, rank=env.rank).write(
-            paths.outcome(env.attempt, env.node, env.pod, env.rank)
-        )
-    except OSError:  # (a full disk) What nobody can read decides nothing.
-        return 1 if code else 0
-    return code
+        return end(error)
+    return end(None)
 
 
 def divert_output(paths: RunPaths, env: environment.WorkerEnvironment) -> None:
@@ -399,20 +376,3 @@ def divert_output(paths: RunPaths, env: environment.WorkerEnvironment) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # `kill -USR1` shows where a process is stuck
-
-
-def outcome_of(error: BaseException) -> tuple[int, str]:
-    """Exit code and one line for what ended training.
-
-    An error that is nobody's contract is what restarts are for (1): a peer that went away looks like any exception.
-    """
-    from trainer.errors import PipelineError
-
-    if isinstance(error, PipelineError):
-        return code_of(error), str(error)
-    cause: BaseException | None = error
-    while cause is not None:  # the in-process Wrapper raises from the training function's own error
-        if isinstance(cause, PipelineError):
-            return code_of(cause), str(cause)
-        cause = cause.__cause__ or cause.__context__
-    return 1, f"{type(error).__name__}: {error}"[:500]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from steps.compare import headline
-from steps.comparison import Comparison
+from steps.comparison_record import Comparison
 from steps.figures import percent, seconds
 from trainer import paths
 from trainer.config import RunConfig

@@ -10,7 +10,8 @@ import argparse
 from typing import Any
 
 from steps import cluster
-from steps.cluster import PROFILES, Placement
+from steps.cluster import Placement
+from steps.profiles import PROFILES
 from trainer.config import RunConfig, add_flags, from_namespace
 from trainer.errors import ConfigurationError, ExitCode, PipelineError, code_of
 from workflows import findings, preflight_aws, preflight_cluster

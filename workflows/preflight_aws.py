@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from steps.cluster import PROFILES, SAVED_BYTES_PER_PARAMETER, Profile
+from steps.cluster import SAVED_BYTES_PER_PARAMETER
+from steps.profiles import PROFILES, Profile
 from trainer.config import RunConfig
 from trainer.errors import ExitCode
 from workflows.findings import Finding

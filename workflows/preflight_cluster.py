@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from steps import cluster, job_state
-from steps.cluster import PROFILES, Profile
 from steps.kubernetes import NEEDED
 from steps.kubernetes_api import ApiServer, Manifest, lacking
+from steps.profiles import PROFILES, Profile
 from trainer.config import RunConfig
 from trainer.errors import ExitCode
 from workflows.findings import Finding

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from steps import cluster, job_state
-from steps.cluster import LABEL_COMPONENT, LABEL_RUN, NAME, PROFILES, TRAINING
+from steps.cluster import LABEL_COMPONENT, LABEL_RUN, NAME, TRAINING
 from steps.kubernetes_api import ApiServer, Manifest
+from steps.profiles import PROFILES
 from trainer.errors import ConfigurationError, ExitCode, UnavailableError
 from workflows.preflight_aws import Account
 

@@ -11,9 +11,10 @@ import pytest
 from cluster_support import PROJECT
 
 from steps import cluster
-from steps.cluster import PROFILES, Placement
+from steps.cluster import Placement
 from steps.kubernetes_api import ApiServer
 from steps.launcher import Launch
+from steps.profiles import PROFILES
 from trainer.config import RunConfig
 from trainer.paths import RunPaths
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pipeline_support import PROJECT
 
-from steps.comparison import Comparison
+from steps.comparison_record import Comparison
 from trainer import paths
 from trainer.paths import RunPaths
 from trainer.records import RunReport

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from steps import check_node
-from steps.cluster import GIB, PROFILES
+from steps.cluster import GIB
+from steps.profiles import PROFILES
 
 EFA_LOG = """
 ip-10-0-0-1:12:34 [0] NCCL INFO NET/OFI Selected provider is efa, fabric is efa-direct (found 32 nics)

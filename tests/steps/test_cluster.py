@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steps import cluster
-from steps.cluster import GIB, PROFILES, ModelShape, Placement
+from steps.cluster import GIB, ModelShape, Placement
 from steps.kubernetes import NEEDED
 from steps.launcher import Launch
+from steps.profiles import PROFILES
 from trainer.checkpointing.replicas import KEPT
 from trainer.checkpointing.snapshots import GENERATIONS
 from trainer.config import RunConfig

@@ -10,7 +10,8 @@ from test_report import Page
 
 from steps import report
 from steps.compare import compare_runs
-from steps.comparison import Comparison, differs
+from steps.comparison import differs
+from steps.comparison_record import Comparison
 from steps.figures import percent
 from trainer import paths
 from trainer.config import RunConfig

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steps.cluster import PROFILES
+from steps.profiles import PROFILES
 from trainer.config import RunConfig
 from workflows import preflight_aws
 from workflows.findings import Finding

@@ -29,25 +29,23 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from trainer import environment
 from trainer.checkpointing.base import Completed, TrainingState
-from trainer.checkpointing.loading import MISSING, Reading, Refused, patiently, shares
+from trainer.checkpointing.catalog import Catalog
+from trainer.checkpointing.loading import Reading, Refused, shares
 from trainer.checkpointing.staging import Layout, layout_of
 from trainer.checkpointing.storage import Storage
 from trainer.checkpointing.transfer import Copying
-from trainer.checkpointing.writer import Commit, Fenced, Job, SaveFailed, leave, remove_strays, run
+from trainer.checkpointing.writer import Commit, Fenced, Job, SaveFailed, leave, run
 from trainer.checkpointing.writer_slot import WriterSlot
 from trainer.config import RunConfig
-from trainer.errors import DataError, PipelineError, StoppedError, UnavailableError
+from trainer.errors import PipelineError, StoppedError, UnavailableError
 from trainer.events import EventLog
-from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
+from trainer.paths import RunPaths
 from trainer.progress import newest_attempt
 from trainer.records import CheckpointManifest, RunRecord
 from trainer.recovery.base import Watch
 from trainer.rendezvous import Control
 
 T = TypeVar("T")
-
-REASON = "refused.txt"
-"""Left in a quarantined checkpoint: why it is there."""
 
 
 class DurableTier:
@@ -79,8 +77,7 @@ class DurableTier:
         self._saved = -1
         self._committed = -1
         self._saves = 0
-        self._replace: set[str] = set()
-        """Names of checkpoints that were refused: a new one of that name takes their place."""
+        self._catalog = Catalog(record, paths, events)
         self.refused: list[str] = []
 
     # -- resuming
@@ -89,7 +86,9 @@ class DurableTier:
         self._reconcile()
         tried: set[int] = set()
         while True:  # a save still in flight may commit meanwhile, and its retention remove what was seen before
-            mine = self._survey() if self._control.rank == 0 else None
+            saving = self._slot.in_flight
+            busy = saving.directory if saving else None
+            mine = self._catalog.survey(self._attempt, busy) if self._control.rank == 0 else None
             steps, refused = self._control.from_rank_0(mine)
             self.refused += [reason for reason in refused if reason not in self.refused]
             new = [step for step in steps if step not in tried]
@@ -116,67 +115,6 @@ class DurableTier:
                     with contextlib.suppress(OSError):
                         leave(job.directory / f".failed-{rank}", b"a restart came before it began")
 
-    def _survey(self) -> tuple[list[int], list[str]]:
-        """Rank 0: the steps whose manifests are good, newest first, and why others are not; strays are removed."""
-        steps, refused = [], []
-        busy = self._slot.in_flight
-        if not self._paths.checkpoints.is_dir():
-            return [], []
-        remove_strays(self._paths, self._attempt, busy.directory if busy else None)
-        for path in sorted(self._paths.checkpoints.iterdir(), reverse=True):
-            match = CHECKPOINT_NAME.match(path.name)
-            if match is None:
-                continue
-            reason = self._wrong(path) and self._wrong(path)  # twice: a network file system may take a moment
-            if reason and path.exists():
-                self._events.emit("checkpoint_refused", path=str(path), reason=reason)
-                refused.append(f"{path.name}: {reason}")
-                self._quarantine(path, reason)
-            elif not reason:
-                steps.append(int(match[1]))
-        if not steps:
-            named = {reason.partition(":")[0] for reason in refused}
-            refused += [reason for reason in self._quarantined() if reason.partition(":")[0] not in named]
-        return steps, refused
-
-    def _quarantined(self) -> list[str]:
-        """What earlier starts have refused. It still counts: a run that had checkpoints never begins from scratch."""
-        if not self._paths.quarantine.is_dir():
-            return []
-        found = []
-        for path in sorted(self._paths.quarantine.iterdir()):
-            try:
-                reason = (path / REASON).read_text().strip()
-            except OSError:
-                reason = "it was quarantined"
-            found.append(f"{path.name.rpartition('-')[0]}: {reason}")
-        return found
-
-    def _wrong(self, path: Path) -> str:
-        """Why the manifest of ``path`` is not one to load, or nothing. Cheap: sizes, not hashes."""
-        try:
-            manifest = patiently(lambda: CheckpointManifest.read(path / MANIFEST))
-        except MISSING:
-            return "it has no manifest"
-        except DataError as error:
-            return str(error)
-        if manifest.run_id != self._config.run_id:
-            return f"it belongs to run {manifest.run_id}"
-        if manifest.config_digest != self._digest:
-            return "it was made with another configuration"
-        if path != self._paths.checkpoint(manifest.step):
-            return f"its manifest is of step {manifest.step}"
-        for file in manifest.files:
-            if Path(file.name).is_absolute() or ".." in Path(file.name).parts:
-                return f"its manifest names a foreign path {file.name}"
-            try:
-                size = patiently((path / file.name).stat).st_size
-            except MISSING:
-                return f"{file.name} is missing"
-            if size != file.size:
-                return f"{file.name} has {size} bytes, its manifest says {file.size}"
-        return ""
-
     def load(self, step: int) -> bool:
         path = self._paths.checkpoint(step)
         for last_try in (False, True):
@@ -191,7 +129,7 @@ class DurableTier:
             if last_try:
                 self.refused.append(f"{path.name}: {reasons[0]}")
                 if self._control.rank == 0:
-                    self._quarantine(path, reasons[0])
+                    self._catalog.quarantine(path, reasons[0])
                 self._control.all(True)
         return False
 
@@ -227,16 +165,6 @@ class DurableTier:
             self._events.emit("checkpoint_refused", path=str(path), reason=reason)
         answers = self._control.gather((value, reason))
         return [value for value, _ in answers], [reason for _, reason in answers if reason]
-
-    def _quarantine(self, path: Path, reason: str) -> None:
-        """Move a checkpoint out of the way. Where that cannot be (a full disk), the save of that step will replace it."""
-        self._replace.add(path.name)
-        target = self._paths.quarantine / f"{path.name}-{time.time_ns()}"
-        with contextlib.suppress(OSError):
-            self._paths.quarantine.mkdir(exist_ok=True)
-            path.rename(target)
-            self._events.emit("quarantined", path=str(target), reason=reason)
-            (target / REASON).write_text(reason + "\n")
 
     # -- saving
 
@@ -394,7 +322,7 @@ class DurableTier:
                 files=(),
                 created=time.time(),
             )
-            replace = self._paths.checkpoint(step).name in self._replace
+            replace = self._paths.checkpoint(step).name in self._catalog.replace
             commit = Commit(metadata, manifest, self._paths, self._config.keep_checkpoints, replace)
         job = Job(
             directory=self._paths.checkpoints / f".tmp-{step:08d}-{nonce}-{self._saves}",

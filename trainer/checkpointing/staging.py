@@ -114,12 +114,17 @@ class HostBuffer:
 
 
 class AnonymousBuffer:
-    """A buffer that no path names: it is gone with the last process that maps it, whatever kills the owner."""
+    """A buffer that no path names: it is gone with the last process that maps it, whatever kills the owner. Raises ``OSError``
+    when there is no memory for it."""
 
     def __init__(self, size: int) -> None:
         self._fd = anonymous_file("holdfast-staging")
-        os.posix_fallocate(self._fd, 0, size)  # (a GPU's copy of gigabytes is to find its pages there)
-        self.buffer = HostBuffer(self._fd, size)
+        try:
+            os.posix_fallocate(self._fd, 0, size)  # (a GPU's copy of gigabytes is to find its pages there)
+            self.buffer = HostBuffer(self._fd, size)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     @property
     def path(self) -> str:

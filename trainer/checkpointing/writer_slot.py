@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 from trainer.checkpointing.staging import AnonymousBuffer
@@ -39,7 +40,8 @@ class WriterSlot:
             self._warming.start()
 
     def _warm(self, size: int) -> None:
-        self._make(size).buffer.populate()
+        with contextlib.suppress(OSError):  # no memory: the first save says so
+            self._make(size).buffer.populate()
 
     def _make(self, size: int) -> AnonymousBuffer:
         self.staging = AnonymousBuffer(size)

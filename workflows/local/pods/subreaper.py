@@ -381,11 +381,10 @@ def become_subreaper(channel: socket.socket) -> NoReturn:
     try:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         os.setsid()
-        request = receive(channel)
-        if request is not None:
-            Task(channel, request).run()
-        code = 0
-    except BrokenPipeError:
+        with contextlib.suppress(BrokenPipeError):
+            request = receive(channel)
+            if request is not None:
+                Task(channel, request).run()
         code = 0
     finally:
         end_all()

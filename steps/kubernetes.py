@@ -1,7 +1,7 @@
 """The launcher that runs the nodes of a training run as an Indexed Job with a headless Service.
 
-1. ``attach``: a Job of this run that still goes on is adopted, and told who its owner is now. (A supervisor may end,
-   be evicted or be killed as often as it likes: the training does not notice.)
+1. ``attach``: a Job of this run that still goes on is adopted, and told who its owner is now; of one that came to its end
+   meanwhile that is all there is to say. (A supervisor may end, be evicted or be killed as often as it likes: the training does not notice.)
 2. ``start``: what an earlier attempt left is ended first, its pods awaited, except those on nodes that do not answer;
    then the Service and the Job of this attempt are made.
 3. ``wait``: follows the Job and the log of node 0, watches the nodes, and ends with a code of the contract. A node that
@@ -26,6 +26,8 @@ from steps.pod_log import PodLog
 from trainer import environment
 from trainer.config import RunConfig
 from trainer.errors import ConfigurationError, DeniedError, ExitCode, UnavailableError
+from trainer.paths import RunPaths
+from trainer.progress import newest_attempt
 
 IMAGE_VARIABLE = "HOLDFAST_IMAGE"
 WORKFLOW_VARIABLE = "HOLDFAST_WORKFLOW"
@@ -134,9 +136,10 @@ class KubernetesLauncher:
     # --- attach ---
 
     def attach(self) -> int | None:
-        jobs = sorted(filter(job_state.living, self.api.jobs(self.selector)), key=job_state.attempt)
+        found = sorted(self.api.jobs(self.selector), key=job_state.attempt)
+        jobs = [job for job in found if job_state.living(job)]
         if not jobs:
-            return None
+            return self._completed(found)
         for older in jobs[:-1]:
             say(f"{job_state.name(older)} is of an older attempt: deleting it")
             self.api.delete_job(job_state.name(older))
@@ -145,6 +148,17 @@ class KubernetesLauncher:
         self._attached = True
         say(f"attached to {job_state.name(job)}, which is still running")
         return job_state.attempt(job)
+
+    def _completed(self, jobs: list[Manifest]) -> int | None:
+        """The newest attempt, if its Job came to its end while no supervisor watched: there is nothing left to start for."""
+        if not jobs or job_state.deleting(jobs[-1]) or not job_state.holds(jobs[-1], "Complete"):
+            return None
+        attempt = job_state.attempt(jobs[-1])
+        if attempt != newest_attempt(RunPaths(self.config.root, self.config.run_id)):
+            return None
+        self._attached = True
+        say(f"{job_state.name(jobs[-1])} has finished meanwhile")
+        return attempt
 
     def _renew_owner(self, job: Manifest) -> None:
         """Else the clean-up of the Workflow that started the Job takes it away from a Workflow that resumed the run."""
@@ -222,7 +236,7 @@ class KubernetesLauncher:
                 for pod in self.api.pods(self.selector)
                 if pod["metadata"].get("labels", {}).get(job_state.JOB) != keep
             ]
-            left = self._reachable(pods)
+            left = self.api.reachable(pods)
             gone = not any(job_state.name(job) != keep for job in self.api.jobs(self.selector))
             if gone and not left:
                 for pod in pods:
@@ -232,14 +246,6 @@ class KubernetesLauncher:
                 names = ", ".join(sorted(map(job_state.name, left))) or "a Job with a finalizer"
                 raise UnavailableError(f"still there {limit:.0f} s after their Job was deleted: {names}")
             time.sleep(POLL_SECONDS)
-
-    def _reachable(self, pods: list[Manifest]) -> list[Manifest]:
-        """Those pods whose end can be waited for: not on a node that has gone silent."""
-        silent = {
-            node for node in {pod["spec"].get("nodeName", "") for pod in pods} - {""}
-            if (item := self.api.node(node)) is not None and job_state.seconds_not_ready(item, time.time())
-        }  # fmt: skip
-        return [pod for pod in pods if pod["spec"].get("nodeName") not in silent]
 
     # --- wait ---
 

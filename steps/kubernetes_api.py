@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from steps import job_state
 from trainer.errors import ConfigurationError, DefectError, DeniedError, UnavailableError
 
 Manifest = dict[str, Any]
@@ -112,17 +113,26 @@ class ApiServer:
     def node(self, name: str) -> Manifest | None:
         return self.call("get nodes", self.core.read_node, name)
 
+    def reachable(self, pods: list[Manifest]) -> list[Manifest]:
+        """Those pods whose end can be waited for: not on a node that has gone silent."""
+        silent = {
+            node for node in {pod["spec"].get("nodeName", "") for pod in pods} - {""}
+            if (item := self.node(node)) is not None and job_state.seconds_not_ready(item, time.time())
+        }  # fmt: skip
+        return [pod for pod in pods if pod["spec"].get("nodeName") not in silent]
+
     def workflow(self, name: str) -> Manifest | None:
         return self.call(
             "get workflows.argoproj.io", self.custom.get_namespaced_custom_object,
             "argoproj.io", "v1alpha1", self.namespace, "workflows", name,
         )  # fmt: skip
 
-    def workflows(self) -> list[Manifest]:
-        """Those that Argo has not called completed, of this project or not."""
+    def workflows(self, *, completed: bool = False) -> list[Manifest]:
+        """Those that Argo has not called completed, of this project or not; with ``completed`` those too."""
+        selector = "" if completed else "workflows.argoproj.io/completed!=true"
         return self._items(
             "list workflows.argoproj.io", self.custom.list_namespaced_custom_object,
-            "argoproj.io", "v1alpha1", self.namespace, "workflows", label_selector="workflows.argoproj.io/completed!=true",
+            "argoproj.io", "v1alpha1", self.namespace, "workflows", label_selector=selector,
         )  # fmt: skip
 
     def claim(self, name: str) -> Manifest | None:

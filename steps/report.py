@@ -80,7 +80,8 @@ def assemble(paths: RunPaths, bare: RunPaths | None = None, happened: Sequence[E
     found = analyse(happened, expected)
     verdicts = validation_of(paths)
     valid = [verdict.valid for verdict in verdicts.verdicts if verdict.kind != "stray"] if verdicts else []
-    saved = record.config.checkpoint_mode == "off" or found.last_commit >= record.config.max_steps
+    # (A rank that died between its last commit and the event of it leaves the supervisor's word.)
+    saved = record.config.checkpoint_mode == "off" or found.last_commit >= record.config.max_steps or paths.finished.exists()
     complete = found.steps_completed >= record.config.max_steps and saved
     return RunReport(
         run_id=record.config.run_id,

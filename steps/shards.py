@@ -25,7 +25,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from steps.tokenize_text import DType, Ids
-from trainer.errors import UnavailableError
+from trainer.errors import DataError, UnavailableError, foreseen
 from trainer.paths import (
     DATASET_TEMPORARY,
     MANIFEST,
@@ -164,7 +164,9 @@ def damage_of_dataset(directory: Path, expected: DatasetManifest) -> str:
     """What is wrong with ``directory`` as the dataset ``expected``; empty when nothing is."""
     try:
         found = DatasetManifest.read(directory / MANIFEST)
-    except Exception as error:  # whatever is wrong with it, it is not whole
+    except Exception as error:
+        if not isinstance(error, DataError) and foreseen(error) is not None:
+            raise  # the storage's trouble, or a stop, says nothing of the dataset
         return str(error)
     return damage(directory, found) if found.digest == expected.digest else "it holds other tokens"
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, PipelineError
 
 Ids = NDArray[np.unsignedinteger[Any]]
 DType = Literal["uint8", "uint16", "uint32"]
@@ -69,6 +69,8 @@ class FileTokenizer:
 
         try:
             self._tokenizer = RustTokenizer.from_buffer(content)
+        except PipelineError:  # a stop, wherever it comes
+            raise
         except Exception as error:  # the library raises plain Exception
             raise ConfigurationError(f"--tokenizer: {path} is not a tokenizer.json ({error})") from None
         self._tokenizer.no_truncation()

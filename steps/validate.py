@@ -13,6 +13,7 @@ with 65 when the run should have a valid checkpoint and has none, with 64 when t
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from steps.runs import read_run
 from trainer import environment
 from trainer.config import OneLineParser, add_flags, from_namespace
-from trainer.errors import DataError, ExitCode, exit_with
+from trainer.errors import DataError, ExitCode, exit_with, foreseen
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.progress import read_now
 from trainer.records import CheckpointManifest, CheckpointVerdict, RunRecord, ValidationReport, file_sha256
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         if expected(paths, record):
             raise DataError(
                 f"run {config.run_id} has no valid checkpoint in {paths.checkpoints}; {paths.validation} says why. "
-                "Training it again under this id begins at step 1"
+                "Give another --run-id to train it again"
             )
         print("there is no checkpoint to validate, and there need not be one", flush=True)
     return int(ExitCode.DONE)
@@ -160,6 +161,8 @@ def examine(path: Path, record: RunRecord, dataset: TokenDataset) -> CheckpointV
     except Invalid as error:
         reason = str(error)
     except Exception as error:
+        if not isinstance(error, DataError) and getattr(error, "errno", None) != errno.EIO and foreseen(error) is not None:
+            raise  # the storage's trouble, or a stop, says nothing of a checkpoint; a bad block does
         # Whatever torch makes of bytes that are not what they should be: one checkpoint's trouble is a verdict, not an end.
         reason = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return CheckpointVerdict(

@@ -121,7 +121,7 @@ def load(table: str) -> Experiments:
         found = Experiments.model_validate(yaml.safe_load(path.read_text()))
     except FileNotFoundError:
         raise ConfigurationError(f"--experiments {table}: there is no such table; use one of {', '.join(tables())}, or the path of a YAML file") from None
-    except (ValidationError, yaml.YAMLError) as error:
+    except (ValidationError, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {str(error).splitlines()[0]}") from None
     check(found, str(path))
     return found

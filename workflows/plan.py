@@ -21,6 +21,8 @@ from trainer.config import RunConfig, add_flags
 from trainer.errors import ConfigurationError
 
 DAY = 24 * HOUR
+MOST_EVENTS = 5e6
+"""That a simulation may hold in memory, all its runs together; a month of 100,000 GPUs has a hundredth of it."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Intervals beside the best one that the table shows."""
 
@@ -94,8 +96,10 @@ class Plan:
 def main(args: argparse.Namespace) -> int:
     """Plan and print."""
     cluster, job = cluster_of(args), job_of(args)
-    if args.simulations < 2 or args.days <= 0:
-        raise ConfigurationError("--simulations is at least 2, --days more than 0")
+    if args.simulations < 2 or not 0 < args.days < inf or args.seed < 0:
+        raise ConfigurationError("--simulations is at least 2, --days more than 0, --seed no less than 0")
+    if min(1 if given is None else given for given in (args.interval_steps, args.snapshot_interval_steps)) < 1:
+        raise ConfigurationError("--interval-steps and --snapshot-interval-steps are at least 1")
     found = plan(cluster, job, args)
     print(json.dumps(asdict(found)) if args.json else told(cluster, job, found, args))
     return 0
@@ -173,6 +177,8 @@ def plan(cluster: Cluster, job: Job, args: argparse.Namespace) -> Plan:
     interval = args.interval_steps * job.step if args.interval_steps else best
     snapshot = args.snapshot_interval_steps * job.step if args.snapshot_interval_steps and job.snapshots else best_snapshot
     horizon = args.days * DAY
+    if (expected := sum(cluster.rates()) * horizon * args.simulations) > MOST_EVENTS:
+        raise ConfigurationError(f"{expected:.2g} failures are too many to simulate; give rarer ones, fewer --days, or fewer --simulations")
     began = time.monotonic()
     events = poisson_events(cluster.rates(), horizon, args.simulations, args.seed)
     kinds = planning.kinds(cluster, job)
@@ -236,5 +242,5 @@ def _given(args: argparse.Namespace, name: str, default: float) -> float:
 
 def _refuse_negative(values: dict[str, Any]) -> None:
     for name, value in values.items():
-        if not value >= 0:
-            raise ConfigurationError(f"--{name} {value:g} is negative")
+        if not value >= 0 or (value == inf and not name.endswith("hours")):
+            raise ConfigurationError(f"--{name} {value:g} is not a number of 0 or more")

@@ -78,33 +78,39 @@ def checks(account: Account, config: RunConfig, node_zones: set[str], nodes_read
 
 def _asked(name: str, ask: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """The findings of ``ask``, or the one that says why AWS did not answer it."""
-    from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
-
     try:
         return list(ask())
-    except ClientError as error:
+    except Exception as error:
+        if (said := said_by_aws(error)) is None:
+            raise
+        text, fix, code = said
+        return [Finding("AWS", name, "fail", text, fix, int(code))]
+
+
+def said_by_aws(error: Exception) -> tuple[str, str, ExitCode] | None:
+    """What AWS or its client says with ``error``, what to do about it, and the code that stands for it; None of other errors."""
+    from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
+
+    if isinstance(error, ClientError):
         code, action = error.response["Error"]["Code"], error.operation_name
         if code.startswith(
             ("AccessDenied", "Unauthorized", "UnrecognizedClient", "InvalidClientToken", "ExpiredToken")
         ):
-            fix = f"allow the action {action} to this identity, or use another one"
-            return [Finding("AWS", name, "fail", f"{action} was refused: {code}", fix, int(ExitCode.DENIED))]
-        missing = code.endswith(("NotFound", "NotFoundException", "NotFoundFault"))
-        fix = "check the name and the region" if missing else "try again"
-        exit_code = ExitCode.CONFIGURATION if missing else ExitCode.UNAVAILABLE
-        return [Finding("AWS", name, "fail", f"{action}: {error.response['Error']['Message']}", fix, int(exit_code))]
-    except ParamValidationError as error:
-        text = str(error).splitlines()[-1]
-        return [Finding("AWS", name, "fail", text, "check how it is spelt", int(ExitCode.CONFIGURATION))]
-    except BotoCoreError as error:
-        fix = "aws configure, or export AWS_PROFILE and AWS_REGION"
+            return f"{action} was refused: {code}", f"allow the action {action} to this identity, or use another one", ExitCode.DENIED
+        if code.endswith(("NotFound", "NotFoundException", "NotFoundFault")):
+            return f"{action}: {error.response['Error']['Message']}", "check the name and the region", ExitCode.CONFIGURATION
+        return f"{action}: {error.response['Error']['Message']}", "try again", ExitCode.UNAVAILABLE
+    if isinstance(error, ParamValidationError):
+        return str(error).splitlines()[-1], "check how it is spelt", ExitCode.CONFIGURATION
+    if isinstance(error, BotoCoreError):
         denied = type(error).__name__ in (
             "NoCredentialsError",
             "PartialCredentialsError",
             "NoRegionError",
             "ProfileNotFound",
         )
-        return [Finding("AWS", name, "fail", str(error), fix, int(ExitCode.DENIED if denied else ExitCode.UNAVAILABLE))]
+        return str(error), "aws configure, or export AWS_PROFILE and AWS_REGION", ExitCode.DENIED if denied else ExitCode.UNAVAILABLE
+    return None
 
 
 def _identity(account: Account) -> Finding:

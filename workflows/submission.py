@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import requests
 from hera.exceptions import AlreadyExists, BadRequest, Forbidden, HeraException, NotFound, Unauthorized
@@ -125,6 +126,12 @@ class Server:
     def __init__(self, host: str, namespace: str, token: str, *, verify: bool = True) -> None:
         if not host.startswith(("http://", "https://")):
             raise ConfigurationError(f"--argo-server {host}: begin it with http:// or https://")
+        try:
+            named = urlsplit(host).hostname
+        except ValueError:
+            named = None
+        if not named:
+            raise ConfigurationError(f"--argo-server {host}: it names no host")
         self.host, self.namespace = host.rstrip("/"), namespace
         self._service = WorkflowsService(
             host=self.host + "/", namespace=namespace, token=token or None, verify_ssl=verify, session=_Session()

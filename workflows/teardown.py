@@ -5,7 +5,7 @@ mounted. So:
 
 1. Workflows are stopped (their exit handlers run), then
 2. Jobs, pods and Services of the runs go, then
-3. the claim and its volume (never the data: the volume is Retain), then
+3. the claim and its volume (never the data: they stay where the volume is not Retain), then
 4. the node groups of GPU instances are scaled to zero, and
 5. what a provisioning tool owns (file systems, image repositories, the cluster) is listed with the command that deletes
    it, and left.
@@ -14,7 +14,8 @@ With ``--run-id`` only 1 and 2, of that run. Nothing is changed without ``--exec
 now, so that a teardown that was interrupted, or gave up waiting, is simply run again.
 
 What is broken does not keep the rest: Workflows that nobody ends, since Argo's controller is dead, are left marked to stop
-before 2; without an API server 1 to 3 are skipped, and 4 and 5 ask AWS alone. Either ends with 69 and says what is left.
+before 2; pods on a node that does not answer are not waited for, and with ``--cluster`` nothing of 2 and 3 keeps the nodes
+from being scaled to zero; without an API server 1 to 3 are skipped, and 4 and 5 ask AWS alone. Each ends with 69 and says what is left.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from steps import cluster, job_state
 from steps.cluster import LABEL_COMPONENT, LABEL_RUN, NAME, TRAINING
 from steps.kubernetes_api import ApiServer, Manifest
 from steps.profiles import PROFILES
-from trainer.errors import ConfigurationError, ExitCode, UnavailableError
-from workflows.preflight_aws import Account
+from trainer.errors import ConfigurationError, DeniedError, ExitCode, UnavailableError
+from workflows.preflight_aws import Account, said_by_aws
+
+T = TypeVar("T")
 
 POLL_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
@@ -40,6 +43,7 @@ NO_CONTROLLER = (
     "they are marked to stop; going on, since a supervisor whose Job is deleted ends. Argo's controller must run to end "
     "them: kubectl -n argo rollout restart deployment workflow-controller"
 )
+NODES_NEXT = "going on, since the node groups are next: with its node the last pod goes that holds any of them"
 NO_API_SERVER = (
     "what is in the cluster stays as it is, and what runs on the node groups' nodes is cut off at its newest checkpoint. "
     "If the API server comes back, run teardown again before nodes are started: Jobs would go on there"
@@ -80,6 +84,9 @@ def main(args: argparse.Namespace) -> int:
     """Go through the stages; ``UnavailableError`` (69) names what was not gone in time, or who did not answer."""
     if args.run_id and args.cluster:
         raise ConfigurationError("--run-id: other runs may use the node groups; give --cluster without it")
+    account = Account(args.cluster, "", "", args.region)
+    if args.cluster:
+        asked(lambda: group_steps(account))  # before anything is changed: who may not do the last stage is told so first
     api = ApiServer(args.namespace, PATIENCE_SECONDS)
     undone = no_answer(api) if args.cluster else ""
     if undone:
@@ -87,14 +94,25 @@ def main(args: argparse.Namespace) -> int:
     else:
         undone = clear_cluster(api, args)
     if args.cluster:
-        account = Account(args.cluster, "", "", args.region)
-        run_stage("4. node groups", group_steps(account), args.execute, args.stage_seconds)
-        show_left(left(account), 5)
+        asked(lambda: run_stage("4. node groups", group_steps(account), args.execute, args.stage_seconds))
+        asked(lambda: show_left(left(account), 5))
     if not args.execute:
         print("nothing was changed; --execute does it")
     if undone:
         raise UnavailableError(undone)
     return int(ExitCode.DONE)
+
+
+def asked(ask: Callable[[], T]) -> T:
+    """``ask()`` of AWS; what AWS or its client says against it becomes the contract's error."""
+    try:
+        return ask()
+    except Exception as error:
+        if (said := said_by_aws(error)) is None:
+            raise
+        text, fix, code = said
+        kinds = {ExitCode.DENIED: DeniedError, ExitCode.CONFIGURATION: ConfigurationError}
+        raise kinds.get(code, UnavailableError)(f"AWS: {text}; {fix}") from None
 
 
 def no_answer(api: ApiServer) -> str:
@@ -109,11 +127,14 @@ def no_answer(api: ApiServer) -> str:
 def clear_cluster(api: ApiServer, args: argparse.Namespace) -> str:
     """What runs left in the cluster. Returns what is still there although all stages were gone through."""
     how = (args.execute, args.stage_seconds)
-    undone = run_stage("1. workflows", workflow_steps(api, args.run_id), *how, otherwise=NO_CONTROLLER)
-    run_stage("2. jobs and services", job_steps(api, args.run_id), *how)
-    if not args.run_id:
-        run_stage("3. claim and volume", claim_steps(api), *how)
-    return undone
+    otherwise = NODES_NEXT if args.cluster else ""
+    undone = [run_stage("1. workflows", workflow_steps(api, args.run_id), *how, otherwise=NO_CONTROLLER)]
+    undone.append(run_stage("2. jobs and services", job_steps(api, args.run_id), *how, otherwise=otherwise))
+    if undone[-1]:
+        print("3. claim and volume: skipped, since pods use them")
+    elif not args.run_id:
+        undone.append(run_stage("3. claim and volume", claim_steps(api), *how, otherwise=otherwise))
+    return "; ".join(filter(None, undone))
 
 
 def run_stage(title: str, steps: list[Step], execute: bool, limit_seconds: float, otherwise: str = "") -> str:
@@ -172,7 +193,7 @@ def _stop(api: ApiServer, name: str, run_id: str) -> Step:
 def job_steps(api: ApiServer, run_id: str) -> list[Step]:
     """The Jobs and Services of a run, or of all; of a benchmark, those of its arms too, which its Workflow owns."""
     selector = f"{LABEL_RUN},{LABEL_COMPONENT}={TRAINING}"
-    owners = {job_state.name(workflow) for workflow in api.workflows() if job_state.run_of(workflow) == run_id}
+    owners = {job_state.name(workflow) for workflow in api.workflows(completed=True) if job_state.run_of(workflow) == run_id}
 
     def wanted(resource: Manifest) -> bool:
         metadata = resource["metadata"]
@@ -180,7 +201,7 @@ def job_steps(api: ApiServer, run_id: str) -> list[Step]:
         return run_id in ("", metadata["labels"][LABEL_RUN]) or bool(owned & owners)
 
     def pods_gone(job: str) -> bool:
-        return api.job(job) is None and not api.pods(f"{job_state.JOB}={job}")
+        return api.job(job) is None and not api.reachable(api.pods(f"{job_state.JOB}={job}"))
 
     def job_step(name: str) -> Step:
         return Step(f"Job {name} and its pods", lambda: api.delete_job(name), lambda: pods_gone(name))
@@ -212,6 +233,14 @@ def claim_steps(api: ApiServer) -> list[Step]:
         print(f"   pod {user} uses the claim; the claim goes when that pod does")
     volume = claim["spec"].get("volumeName", "")
     core = api.core
+    if volume and (policy := _reclaimed(api, volume)) not in ("Retain", ""):
+        print(
+            f"   claim {cluster.CLAIM} and volume {volume} stay: the volume's reclaim policy is {policy}, so the data would go with "
+            f"the claim. To keep the data, make it Retain (kubectl patch pv {volume} -p "
+            """'{"spec":{"persistentVolumeReclaimPolicy":"Retain"}}') and run teardown again; """
+            f"to delete all: kubectl delete -n {api.namespace} pvc {cluster.CLAIM}"
+        )
+        return []
     steps = [
         Step(
             f"claim {cluster.CLAIM}",
@@ -233,6 +262,12 @@ def claim_steps(api: ApiServer) -> list[Step]:
             )
         )
     return steps
+
+
+def _reclaimed(api: ApiServer, volume: str) -> str:
+    """What becomes of a volume without its claim; nothing where there is no such volume."""
+    found = api.call("get persistentvolumes", api.core.read_persistent_volume, volume)
+    return str(found["spec"].get("persistentVolumeReclaimPolicy", "Retain")) if found else ""
 
 
 def _uses(pod: Manifest, claim: str) -> bool:

@@ -1,26 +1,26 @@
-"""Preflight and teardown against a real API server: what is missing is named, what is there is found."""
+"""Preflight and the launcher against a real API server: what is missing is named, what is there is found."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster_support import PROJECT, apply, command, until
+from cluster_support import PROJECT, apply, command, environment, until
 
-from steps import cluster
+from steps import cluster, job_state
 from steps.cluster import Placement
 from steps.kubernetes import KubernetesLauncher, KubernetesOptions
 from steps.kubernetes_api import ApiServer
 from steps.launcher import Launch
 from trainer.config import OneLineParser, RunConfig
-from trainer.errors import ConfigurationError, DeniedError, UnavailableError
+from trainer.errors import ConfigurationError, DeniedError
 from trainer.paths import RunPaths
-from workflows import preflight, teardown
+from workflows import preflight
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,6 @@ def supervisor_api(space: ApiServer) -> ApiServer:
 
 
 def launch(run_id: str, nodes: int = 2) -> Launch:
-    from pathlib import Path
-
     config = RunConfig(run_id=run_id, root=Path("/fsx"), profile="cpu", nodes=nodes, gpus_per_node=1, grace_seconds=2)
     return Launch(config, RunPaths(config.root, run_id), 1)
 
@@ -199,6 +197,30 @@ def test_start_attach_release_with_the_supervisors_own_rights(space: ApiServer) 
     assert space.pods(cluster.selector("rights")) == []
 
 
+def test_a_job_that_finished_while_nobody_watched_is_not_started_again(space: ApiServer, tmp_path: Path) -> None:
+    image = environment("HOLDFAST_TEST_IMAGE") or pytest.skip("set HOLDFAST_TEST_IMAGE to an image that has `true`")
+    grant(space)
+    container = {"name": cluster.CONTAINER, "image": image, "command": ["true"]}
+    job = {
+        "apiVersion": "batch/v1", "kind": "Job",
+        "metadata": {"name": cluster.job_name("over", 1), "labels": cluster.labels("over") | {cluster.LABEL_ATTEMPT: "1"}},
+        "spec": {"template": {"spec": {"restartPolicy": "Never", "containers": [container]}}},
+    }  # fmt: skip
+    apply(job, namespace=space.namespace)
+    until("the Job's end", 120, lambda: job_state.holds(space.job(cluster.job_name("over", 1)) or {}, "Complete"))
+    one = launch("over", nodes=1)
+    one = Launch(one.config.model_copy(update={"root": tmp_path}), RunPaths(tmp_path, "over"), 1)
+    launcher = KubernetesLauncher(one.config, KubernetesOptions(image=image), supervisor_api(space))
+    assert launcher.attach() is None, "of a run that has not taken an attempt here"
+    one.paths.fence.parent.mkdir(parents=True)
+    one.paths.fence.write_text("1")
+    assert launcher.attach() == 1
+    assert launcher.wait(one, lambda: None) == 0
+    one.paths.fence.write_text("2")
+    assert launcher.attach() is None
+    launcher.release()
+
+
 def test_a_queued_job_waits_for_kueue(space: ApiServer) -> None:
     grant(space)
     apply(claim(), namespace=space.namespace)
@@ -218,53 +240,6 @@ def test_a_node_with_p5s_devices_takes_a_p5_pod_as_far_as_the_kubelet(space: Api
     document = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p5"}, "spec": spec}
     apply(document | {"metadata": {"name": "p5"}}, namespace=space.namespace)
     command("kubectl", "delete", "pod", "-n", space.namespace, "p5", "--wait=false")
-
-
-def test_teardown_of_one_run_takes_that_run_only_and_a_dry_run_takes_nothing(
-    space: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    grant(space)
-    apply(claim(), namespace=space.namespace)
-    for run_id in ("one", "two"):
-        one = launch(run_id, nodes=1)
-        KubernetesLauncher(one.config, KubernetesOptions(image="absent.example/none:1"), space).start(one)
-
-    def tear(*argv: str) -> str:
-        parser = argparse.ArgumentParser()
-        teardown.add_arguments(parser)
-        assert teardown.main(parser.parse_args(["--namespace", space.namespace, "--stage-seconds", "90", *argv])) == 0
-        return capsys.readouterr().out
-
-    assert "would remove Job holdfast-one-1" in tear("--run-id", "one")
-    assert len(space.jobs("")) == 2
-    assert "removing Job holdfast-one-1" in tear("--run-id", "one", "--execute")
-    assert [job["metadata"]["name"] for job in space.jobs("")] == ["holdfast-two-1"]
-    assert "nothing to do" in tear("--run-id", "one", "--execute"), "again: nothing is left of it"
-    shown = tear("--execute")
-    assert shown.index("removing Job holdfast-two-1") < shown.index(f"removing claim {cluster.CLAIM}")
-    assert space.jobs("") == []
-    assert space.claim(cluster.CLAIM) is None
-
-
-def test_teardown_goes_on_to_the_jobs_of_a_workflow_that_nobody_ends(
-    space: ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    grant(space)
-    apply(claim(), unattended("unattended"), namespace=space.namespace)
-    one = launch("unattended", nodes=1)
-    KubernetesLauncher(one.config, KubernetesOptions(image="absent.example/none:1"), space).start(one)
-    parser = argparse.ArgumentParser()
-    teardown.add_arguments(parser)
-    words = ["--namespace", space.namespace, "--run-id", "unattended", "--execute"]
-    try:
-        with pytest.raises(UnavailableError, match="not gone after 20 s: Workflow unattended"):
-            teardown.main(parser.parse_args([*words, "--stage-seconds", "20"]))
-        assert "removing Job holdfast-unattended-1" in capsys.readouterr().out
-        assert space.jobs(cluster.selector("unattended")) == []
-        assert space.workflow("unattended")["spec"]["shutdown"] == "Stop"  # type: ignore[index]
-    finally:
-        command("kubectl", "delete", "workflow", "-n", space.namespace, "unattended")
-    assert teardown.main(parser.parse_args([*words, "--stage-seconds", "20"])) == 0
 
 
 def unattended(run_id: str) -> dict[str, Any]:

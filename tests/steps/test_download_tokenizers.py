@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
-from download_support import documents, download, made, nothing_made, refused, tokens
+from download_support import command, documents, download, environment, made, nothing_made, refused, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from steps import tokenize_text
@@ -140,3 +143,21 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path, trained: Cal
     assert (manifest.dtype, manifest.vocabulary_size) == ("uint32", 66_600)
     assert sum(shard.size for shard in manifest.shards) == 4 * manifest.tokens
     assert max(tokens(directory)) < 600
+
+
+def test_sigterm_while_a_tokenizer_is_read_says_nothing_of_the_tokenizer(tmp_path: Path) -> None:
+    """A stop is retried; a tokenizer that is none is not."""
+    large = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({f"t{n}": n for n in range(300_000)} | {"</s>": 300_000}, unk_token="t0")).save(str(large))
+    for wait in (0.0, 0.05, 0.1, 0.2):
+        process = subprocess.Popen(
+            command(tmp_path / "fsx", "builtin:", "--tokenizer", str(large)), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while "tokenizers" not in Path(f"/proc/{process.pid}/maps").read_text():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.005)
+        time.sleep(wait)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 75, errors.decode()

@@ -179,6 +179,15 @@ def test_a_run_whose_last_step_is_not_committed_is_not_complete(tmp_path: Path) 
     assert found.steps_completed == 20 and not found.complete and "not committed" in found.incomplete_reason
 
 
+def test_a_last_commit_that_nobody_told_of_is_the_supervisors_word(tmp_path: Path) -> None:
+    """Rank 0 died between the rename of its last checkpoint and the event of it; what came after had nothing left to do."""
+    run, config = trained()
+    run.events = [e for e in run.events if not (e.event == "commit" and e.data["step"] == 20) and e.role != "supervisor"]
+    paths = write_run(run, tmp_path, config)
+    paths.finished.write_text("20")
+    assert make(paths).complete
+
+
 def test_torn_lines_are_left_out(paths: RunPaths) -> None:
     for path in paths.events.glob("*-trainer-*"):
         path.write_bytes(path.read_bytes()[:-15])

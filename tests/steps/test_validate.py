@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import math
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +290,31 @@ def test_without_its_dataset_a_run_cannot_be_validated(paths: RunPaths) -> None:
     with pytest.raises(DataError, match="download"):
         validate.main(["--root", str(paths.root), "--run-id", "run"])
     assert not paths.validation.exists()
+
+
+@contextlib.contextmanager
+def away(path: Path) -> Iterator[None]:
+    """``path`` is on a mount whose server is gone: what asks for it is told ENOTCONN."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    connection = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={connection},rootmode=100644,user_id=0,group_id=0".encode()
+    mounted = libc.mount(b"away", str(path).encode(), b"fuse", 0, options)
+    os.close(connection)
+    if mounted:
+        pytest.skip(f"no mount of its own for a test: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        libc.umount2(str(path).encode(), 2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="mounts what answers nothing: needs root and /dev/fuse")
+def test_storage_that_is_away_is_no_verdict_on_a_checkpoint(paths: RunPaths) -> None:
+    (file,) = paths.checkpoint(10).glob("*.distcp")
+    command = [sys.executable, "-m", "steps.validate", "--root", str(paths.root), "--run-id", "run"]
+    with away(file):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 69, done.stderr
+    assert "see that its server answers" in done.stderr
+    assert not paths.validation.exists()
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0

@@ -89,6 +89,8 @@ def test_only_a_complete_run_of_the_same_data_is_complete(tmp_path: Path) -> Non
     run = finish(config)
     assert localrun.complete_report(run, config) is not None
     assert localrun.complete_report(run, config_of(tmp_path, dataset_uri="file:///elsewhere")) is None
+    ValidationReport(run_id=config.run_id, verdicts=(), newest_valid_step=None).write(run.validation)
+    assert localrun.complete_report(run, config) is None, "what it trained is gone"
     run.validation.unlink()
     assert localrun.complete_report(run, config) is None
     finish(config, complete=False)

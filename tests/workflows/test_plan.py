@@ -91,6 +91,13 @@ def test_costs_can_be_those_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--gpus=8", "--load-seconds=-1"], "--load-seconds"),
         (["--gpus=8", "--simulations=1"], "--simulations"),
         (["--gpus=8", "--days=0"], "--days"),
+        (["--gpus=8", "--days=inf"], "--days"),
+        (["--gpus=8", "--seed=-1"], "--seed"),
+        (["--gpus=8", "--step-seconds=inf"], "--step-seconds"),
+        (["--gpus=8", "--save-seconds=nan"], "--save-seconds"),
+        (["--gpus=8", "--interval-steps=-1"], "--interval-steps"),
+        (["--gpus=8", "--snapshot-interval-steps=0"], "--snapshot-interval-steps"),
+        (["--gpus=8", "--node-mtbf-hours=1e-9"], "too many to simulate"),
         (["--gpus=8", "--from-run=no-such-run"], "no-such-run"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.errors import ConfigurationError, UnavailableError
+from trainer.errors import ConfigurationError, DeniedError, UnavailableError
 from workflows import teardown
 from workflows.preflight_aws import Account
 from workflows.teardown import Step
@@ -137,6 +137,19 @@ def test_without_an_api_server_the_aws_half_is_done_and_the_other_named(
     assert "5. left to its owner" in shown
     with pytest.raises(UnavailableError, match="list workflows"):  # there is no other half to do
         teardown.main(parser.parse_args(["--execute"]))
+
+
+def test_what_aws_refuses_is_said_before_anything_is_changed(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no API server to change anything at either: its error would come first."""
+    parser = argparse.ArgumentParser()
+    teardown.add_arguments(parser)
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", "/nowhere")
+    with pytest.raises(ConfigurationError, match=r"AWS: DescribeCluster: .*elsewhere.*; check the name and the region"):
+        teardown.asked(lambda: account.client("eks").describe_cluster(name="elsewhere"))
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(DeniedError, match=r"AWS: You must specify a region\.; aws configure"):
+        teardown.main(parser.parse_args(["--cluster", "train", "--execute"]))
 
 
 def test_a_stage_that_the_next_need_not_wait_for_says_so_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:

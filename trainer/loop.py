@@ -37,7 +37,7 @@ from trainer.outcome import record_outcome
 from trainer.paths import MANIFEST, RunPaths
 from trainer.progress import Ledger, newest_attempt
 from trainer.records import RunRecord
-from trainer.recovery.base import Limits, Watch, await_end
+from trainer.recovery.base import Limits, Spent, Watch, await_end
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+FRUITLESS_IN_PROCESS = 2
+"""Restarts in a row that advanced nothing after which the one above an in-process restart is tried: what is wrong with this
+process, a new one is without."""
 NON_FINITE_LIMIT = 3
 """Steps in a row without a finite loss and gradient after which a run stops."""
 
@@ -75,7 +78,9 @@ class Session:
         self.events.update(rank=env.rank, world_size=env.world_size, iteration=iteration)
         self.events.emit("entry")
         if env.rank == 0 and iteration:  # (``main`` has counted the first)
-            self.ledger().enter(self.record.config.no_progress_restarts, env.world_size)
+            fruitless = self.ledger().enter(self.record.config.no_progress_restarts, env.world_size)
+            if fruitless >= FRUITLESS_IN_PROCESS and self.record.config.recovery == "combined":
+                raise Spent(f"{fruitless} restarts in a row got no further; a new process may")
         newest = newest_attempt(self.paths)
         if newest > env.attempt:
             self.events.emit("fenced", newest=newest)
@@ -347,8 +352,10 @@ def main() -> int:
 
     try:
         record = RunRecord.read(paths.record)
+        kept: dict[str, object] = {}
         if env.rank == 0:
-            Ledger(paths).enter(record.config.no_progress_restarts, env.world_size)
+            kept["ledger"] = ledger = Ledger(paths)
+            ledger.enter(record.config.no_progress_restarts, env.world_size)
         import torch
 
         from trainer.recovery import build
@@ -359,7 +366,7 @@ def main() -> int:
         watch = Watch(Limits.of(record.config))
         watch.start()
         meeting = Meeting(env, watch.limits.collective)
-        session = Session(env, record, paths, events, watch, meeting)
+        session = Session(env, record, paths, events, watch, meeting, kept=kept)
         sessions.append(session)
         build(record.config, watch, events, meeting, leave).run(session.train)
     except BaseException as error:

@@ -44,24 +44,23 @@ class Ledger:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._furthest = max(read_now(paths).furthest, 0)
+        self._before: Progress | None = None
         self._fd = os.open(paths.furthest, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def enter(self, limit: int, world_size: int) -> None:
-        """Note an entry; ``NoProgressError`` when ``limit`` restarts in a row advanced nothing.
+    def enter(self, limit: int, world_size: int) -> int:
+        """Note an entry; how many restarts in a row have advanced nothing. ``NoProgressError`` when they are ``limit``.
 
         One at another world size does not count: nodes came late or left, and nothing need be wrong with the run.
         """
-        try:
-            before = Progress.read(self._paths.progress)
-        except (FileNotFoundError, DataError):
-            before = Progress()
-        now = (self._furthest, newest_commit(self._paths))
+        before, committed = self._look()
+        now = (self._furthest, committed)
         advanced = now[0] > before.furthest or now[1] > before.committed
         counts = world_size == before.world_size or not before.entries
         fruitless = 0 if advanced else before.fruitless + counts
         progress = Progress(
             furthest=now[0], committed=now[1], fruitless=fruitless, entries=before.entries + 1, world_size=world_size
         )
+        self._before = progress
         try:
             progress.write(self._paths.progress)
         except OSError as error:  # a full disk is no reason not to train
@@ -71,6 +70,20 @@ class Ledger:
                 f"{fruitless} restarts in a row got no further than step {now[0]} (newest commit: {now[1]}); "
                 "look at the last errors in the logs; raise --no-progress-restarts to try more often"
             )
+        return fruitless
+
+    def _look(self) -> tuple[Progress, int]:
+        """What the last entry saw, and the newest commit. A process that can open no file any more goes by what it saw itself."""
+        try:
+            try:
+                before = Progress.read(self._paths.progress)
+            except (FileNotFoundError, DataError):
+                before = Progress()
+            return before, newest_commit(self._paths)
+        except OSError:
+            if self._before is None:
+                raise
+            return self._before, self._before.committed
 
     def completed(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Rewrite the file in place: one small write, which a reader sees whole or finds unreadable for a moment."""

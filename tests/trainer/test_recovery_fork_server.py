@@ -191,3 +191,27 @@ def test_a_worker_that_is_stopped_for_too_long_is_killed(start_alone: Start, tmp
         stub.wait(3)
     fork.suspend()
     assert stub.wait(10) == -signal.SIGKILL
+
+
+def test_a_fork_that_is_refused_ends_who_asked_and_nobody_else(start_alone: Start, tmp_path: Path) -> None:
+    group = Path(f"/sys/fs/cgroup/pids/holdfast-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group of its own for a test: {error}")
+    try:
+        first = start_alone("idle", str(tmp_path / "first"))
+        running = worker(tmp_path / "first")
+        (group / "cgroup.procs").write_text(str(running.ppid()))
+        (group / "pids.max").write_text((group / "pids.current").read_text())
+        refused = start_alone("end", "0")
+        assert refused.wait(60) == 75
+        (group / "pids.max").write_text("max")
+        assert start_alone("end", "3").wait(60) == 3
+        assert running.is_running() and first.poll() is None
+        first.terminate()
+        first.wait(60)
+    finally:
+        for process in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(process)
+        group.rmdir()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tier_world import RankError, Run, World, wait_until
+
+from trainer.checkpointing.removal import discard
 
 MakeRun = Callable[..., Run]
 
@@ -239,3 +243,80 @@ def test_a_late_attempt_leaves_alone_what_its_successor_is_writing(make_run: Mak
         assert all(successor.all("settle"))
         assert not run.events("save_failed")
         assert run.committed() == [1, 2]
+
+
+def test_a_restart_anywhere_in_the_end_of_a_save_leaves_none_in_flight(make_run: MakeRun) -> None:
+    """One bytecode after another. A save that nobody ends would have every later one skipped."""
+    run = make_run(keep_checkpoints=3)
+    with run.world(1) as world:
+        world.begin("restart_at_the_end_of_saves", first=1, last=200, stride=3)
+        assert world.answers(seconds=120) == [[]]
+        commit_next(run, world, 500)
+
+
+def test_a_copy_that_failed_costs_its_save_and_one_restart(make_run: MakeRun) -> None:
+    run = make_run()
+    with run.world(2) as world:
+        world.all("break_copy", step=1)
+        for _ in range(2):
+            world.all("enter")
+            assert world.one("resume") == [0, "none"]
+        assert ["nothing to pin" in str(event.data["reason"]) for event in run.events("save_failed")] == [True, True]
+        commit_next(run, world, 2)
+
+
+def test_memory_that_one_rank_is_refused_costs_the_save_and_nothing_else(make_run: MakeRun) -> None:
+    run = make_run(width=64)
+    with run.world(2) as world:
+        world.all("limit_files", size=64 << 10, ranks=[1])
+        began = time.monotonic()
+        save(world, 1)
+        assert all(world.all("settle"))
+        assert time.monotonic() - began < 10, "rank 0 was not told"
+        assert run.committed() == []
+        assert {event.rank: "File too large" in str(event.data["reason"]) for event in run.events("save_failed")} == {0: True, 1: True}
+        world.all("limit_files", size=-1, ranks=[1])
+        commit_next(run, world, 2)
+
+
+def test_a_rank_whose_writer_cannot_begin_is_not_waited_for(make_run: MakeRun) -> None:
+    """The save of a stop must come to its end, or be made in another way, within the grace period."""
+    run = make_run()
+    with run.world(2) as world:
+        (address, _) = world.all("fork_at", address="/nowhere", ranks=[1])
+        began = time.monotonic()
+        save(world, 1)
+        assert all(world.all("settle"))
+        assert time.monotonic() - began < 10, "rank 0 was not told"
+        save(world, 2, stopping=True)
+        assert run.committed() == [2], "in the process itself"
+        world.all("fork_at", address=address, ranks=[1])
+        commit_next(run, world, 3)
+
+
+def test_what_a_save_leaves_is_removed_whole_or_becomes_a_checkpoint_whole(tmp_path: Path) -> None:
+    """Its writer may be about to rename it, after it was given up."""
+    kept = 0
+    for number in range(60):
+        directory, final = tmp_path / f".tmp-00000001-1-{number}", tmp_path / f"step-{number:08d}"
+        directory.mkdir()
+        for name in range(40):
+            (directory / str(name)).touch()
+        begin = threading.Barrier(2)
+
+        def commit(directory: Path = directory, final: Path = final, begin: threading.Barrier = begin) -> None:
+            begin.wait()
+            with contextlib.suppress(FileNotFoundError):
+                directory.rename(final)
+
+        thread = threading.Thread(target=commit)
+        thread.start()
+        begin.wait()
+        time.sleep(number % 6 * 2e-5)
+        discard(directory)
+        thread.join()
+        if final.exists():
+            kept += 1
+            assert len(list(final.iterdir())) == 40
+        assert not directory.exists() and not list(tmp_path.glob(".old-*"))
+    assert 0 < kept < 60, "the one was always first"

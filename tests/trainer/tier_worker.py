@@ -15,8 +15,11 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol, cast
 
 import psutil
@@ -27,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer import environment
-from trainer.checkpointing import Completed, SnapshotTier, Tiers, TrainingState
+from trainer.checkpointing import Completed, DurableTier, SnapshotTier, Tiers, TrainingState
+from trainer.checkpointing.transfer import Copying
 from trainer.errors import PipelineError, code_of
 from trainer.events import EventLog
 from trainer.loop import Session, build_tiers
@@ -192,6 +196,49 @@ class Rank:
         """The step and the tier that were loaded."""
         return list(self.tiers.resume())
 
+    def restart_at_the_end_of_saves(self, first: int, last: int, stride: int) -> list[str]:
+        """Saves one after another; while the end of each is read, a restart comes at the next bytecode but ``stride``. Where a save
+        was taken to be in flight for ever after, or what came of it was an error."""
+        bad: list[str] = []
+        for step in range(first, last):
+            self.save(step)
+            while not self.session.paths.checkpoint(step).exists():
+                time.sleep(0.002)
+            time.sleep(0.01)  # (the answer is there)
+            where = restarted(lambda step=step: self.tiers.busy(step), (step - first) * stride + 1)  # type: ignore[misc]
+            self.tiers = build_tiers(self.session, self.control, self.state)
+            try:
+                self.tiers.resume()
+                if not self.settle(1.0):
+                    bad.append(f"in flight for ever: {where}")
+            except Exception as error:
+                bad.append(f"{type(error).__name__}: {error}: {where}")
+            if not where:
+                return bad
+        return [*bad, "the end of a save has more bytecodes than that"]
+
+    def break_copy(self, step: int) -> None:
+        """A save is under way whose copy has failed, as one from a GPU can."""
+        tier = cast(DurableTier, self.tiers._tiers["durable"])
+        staged = tier._stage(step, "async")
+        assert staged is not None
+        slot, failed = tier._slot, Future[None]()
+        failed.set_exception(RuntimeError("nothing to pin"))
+        slot.in_flight, slot.step, slot.started, slot.scheduled = staged[0], step, time.monotonic(), ""
+        slot.copying = Copying([failed])
+
+    def limit_files(self, size: int, ranks: list[int]) -> None:
+        """From now on no file of these ranks, in memory or not, may be larger than ``size`` bytes (-1: any)."""
+        if self.control.rank in ranks:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    def fork_at(self, address: str, ranks: list[int]) -> str:
+        """The address of these ranks' fork server; returns what it was."""
+        before = os.environ[environment.FORK_SERVER]
+        if self.control.rank in ranks:
+            os.environ[environment.FORK_SERVER] = address
+        return before
+
     def load_without_descriptors(self, step: int) -> bool:
         """Load a checkpoint while this process cannot open any file."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -213,6 +260,34 @@ class Rank:
     def leave(self) -> None:
         """End without a word to anybody."""
         os._exit(0)
+
+
+class Restart(BaseException):
+    """What NVRx raises in the main thread, wherever that is."""
+
+
+def restarted(call: Callable[[], object], number: int) -> str:
+    """``call()``, with a restart at its ``number``-th bytecode in what saves and what that uses of NVRx. Where that was; nothing if it
+    has fewer."""
+    count, where = 0, ""
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count, where
+        if not frame.f_code.co_filename.endswith(("durable.py", "writer.py", "async_ckpt/core.py")):
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        if count == number and not where:
+            where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+            sys.settrace(None)
+            raise Restart
+        return trace
+
+    sys.settrace(trace)
+    with suppress(Restart):
+        call()
+    sys.settrace(None)
+    return where
 
 
 def main(descriptor: int) -> int:

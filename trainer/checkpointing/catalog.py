@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from trainer.checkpointing.loading import MISSING, patiently
-from trainer.checkpointing.writer import remove_strays
+from trainer.checkpointing.removal import remove_strays
 from trainer.errors import DataError
 from trainer.events import EventLog
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,15 +30,16 @@ from trainer import environment
 from trainer.checkpointing.base import Completed, TrainingState
 from trainer.checkpointing.catalog import Catalog
 from trainer.checkpointing.loading import Reading, Refused, shares
+from trainer.checkpointing.removal import discard
 from trainer.checkpointing.staging import Layout, layout_of
 from trainer.checkpointing.storage import Storage
 from trainer.checkpointing.transfer import Copying
 from trainer.checkpointing.writer import Commit, Fenced, Job, SaveFailed, leave, run
 from trainer.checkpointing.writer_slot import WriterSlot
 from trainer.config import RunConfig
-from trainer.errors import PipelineError, StoppedError, UnavailableError
+from trainer.errors import DataError, PipelineError, StoppedError, UnavailableError
 from trainer.events import EventLog
-from trainer.paths import RunPaths
+from trainer.paths import MANIFEST, RunPaths
 from trainer.progress import newest_attempt
 from trainer.records import CheckpointManifest, RunRecord
 from trainer.recovery.base import Watch
@@ -101,12 +101,20 @@ class DurableTier:
         """A restart may have come while a save began: one that has not begun on every rank can never be whole."""
         slot = self._slot
         if slot.copying is not None:
-            self._launch()
+            try:
+                self._launch()
+            except PipelineError:
+                raise
+            except Exception:  # of a copy that failed: it has been told, and the restart was for it
+                pass
         if slot.starting:
             slot.starting = False
             slot.queue.close()
             if slot.in_flight is not None:
                 self._failed(SaveFailed("a restart came while it began"))
+        if slot.in_flight is not None and slot.queue.idle:  # a restart came between its end and our knowing of it
+            slot.queue.close()
+            self._settle(SaveFailed("a restart came while its end was read"))
         scheduled = self._control.gather(slot.scheduled)
         job = slot.in_flight
         if job is not None and job.commit is not None:
@@ -217,17 +225,32 @@ class DurableTier:
 
     def _failed(self, error: SaveFailed) -> None:
         """A save came to nothing: record it, tell rank 0's writer by a file, and let the next save start afresh."""
-        job, self._slot.in_flight = self._slot.in_flight, None
-        assert job is not None
         if isinstance(error, Fenced):
+            self._slot.in_flight = None
             self._events.emit("fenced", newest=newest_attempt(self._paths))
             raise StoppedError(f"a newer attempt of this run has started ({error})")
-        self._events.emit("save_failed", step=self._slot.step, tier="durable", reason=str(error))
+        self._settle(error)
+
+    def _settle(self, error: SaveFailed) -> None:
+        """The save in flight is over, by ``error`` unless its writer was faster: what has a checkpoint's name is one."""
+        job = self._slot.in_flight
+        assert job is not None
         if job.commit is not None:
-            shutil.rmtree(job.directory, ignore_errors=True)
-        elif job.directory.exists():
-            with contextlib.suppress(OSError):
-                leave(job.directory / f".failed-{job.rank}", str(error).encode())
+            discard(job.directory)
+            with contextlib.suppress(FileNotFoundError, DataError):
+                manifest = CheckpointManifest.read(self._paths.checkpoint(self._slot.step) / MANIFEST)
+                if manifest.created == job.commit.manifest.created:
+                    self._done(sum(file.size for file in manifest.files))
+                    return
+        self._slot.in_flight = None
+        self._gave_up(self._slot.step, job.directory, error)
+
+    def _gave_up(self, step: int, directory: Path, error: Exception) -> None:
+        self._events.emit("save_failed", step=step, tier="durable", reason=str(error))
+        if self._control.rank:
+            with contextlib.suppress(OSError):  # (our writer may not have begun)
+                directory.mkdir(parents=True, exist_ok=True)
+                leave(directory / f".failed-{self._control.rank}", str(error).encode())
 
     def after_step(self, completed: Completed) -> None:
         if self._slot.cold:
@@ -264,14 +287,14 @@ class DurableTier:
         if self._control.rank == 0:
             self._events.emit("save_start", step=step, mode=mode, tier="durable")
         with self._watch.phase(self._watch.limits.save * 1.5):
-            job, copying = self._stage(step, mode)
-            slot = self._slot
-            slot.starting = True
-            slot.in_flight, slot.step, slot.started, slot.scheduled = job, step, began, ""
             self._saved = step
-            slot.starting, slot.copying = False, copying
-            if copying.done or mode == "sync":
-                self._launch()
+            if (staged := self._stage(step, mode)) is not None:
+                slot = self._slot
+                slot.starting = True
+                slot.in_flight, slot.step, slot.started, slot.scheduled = staged[0], step, began, ""
+                slot.starting, slot.copying = False, staged[1]
+                if staged[1].done or mode == "sync":
+                    self._launch()
             if mode == "sync":
                 self._control.all(True)  # nobody goes on before the commit
         self._events.emit("stall", step=step, seconds=time.monotonic() - began, reason="save")
@@ -281,7 +304,12 @@ class DurableTier:
         slot = self._slot
         job, copying = slot.in_flight, slot.copying
         assert job is not None and copying is not None
-        copying.wait()
+        try:
+            copying.wait()
+        except Exception as error:
+            slot.copying = None  # (one that failed is not to fail after each restart)
+            self._failed(SaveFailed(f"{type(error).__name__}: {error}"))
+            raise
         slot.starting, slot.copying = True, None
         try:
             if job.staged is not None:
@@ -303,13 +331,18 @@ class DurableTier:
             self._layout = (tensors, *layout_of(tensors))
         return self._layout
 
-    def _stage(self, step: int, mode: str) -> tuple[Job, Copying]:
-        """Begin to copy the state, and describe the save."""
+    def _stage(self, step: int, mode: str) -> tuple[Job, Copying] | None:
+        """Describe the save, and begin to copy the state; None where there is no memory for a copy."""
         tensors, layout, size = self._laid_out()
         plan, metadata, nonce = self._planned()
-        staging = self._slot.buffer(size)
-        copying = staging.buffer.store(tensors, layout)
         self._saves += 1  # (the same on every rank: a directory is never used twice)
+        directory = self._paths.checkpoints / f".tmp-{step:08d}-{nonce}-{self._saves}"
+        try:
+            staging = self._slot.buffer(size)
+        except OSError as error:
+            self._gave_up(step, directory, error)
+            return None
+        copying = staging.buffer.store(tensors, layout)
         commit = None
         if metadata is not None:
             manifest = CheckpointManifest(
@@ -325,7 +358,7 @@ class DurableTier:
             replace = self._paths.checkpoint(step).name in self._catalog.replace
             commit = Commit(metadata, manifest, self._paths, self._config.keep_checkpoints, replace)
         job = Job(
-            directory=self._paths.checkpoints / f".tmp-{step:08d}-{nonce}-{self._saves}",
+            directory=directory,
             rank=self._control.rank,
             plan=plan,
             buffer=staging.path,

@@ -19,7 +19,6 @@ into training that made it, so that parts of one step are put together only if t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
@@ -32,7 +31,7 @@ from pathlib import Path
 from trainer.checkpointing.base import Completed, TrainingState
 from trainer.checkpointing.replicas import Replicator, fetch
 from trainer.checkpointing.snapshot_files import HEADER, Name, held, read_header, write_header
-from trainer.checkpointing.staging import HostBuffer, layout_of
+from trainer.checkpointing.staging import HostBuffer, Warming, layout_of
 from trainer.checkpointing.transfer import Copying
 from trainer.events import EventLog
 from trainer.paths import RunPaths
@@ -61,27 +60,24 @@ class SnapshotSlot:
     def __init__(self) -> None:
         self.buffers: dict[Path, HostBuffer] = {}
         self.replicator: Replicator | None = None
-        self._warming: threading.Thread | None = None
+        self._warming = Warming()
         self._thread: threading.Thread | None = None
         self._copying: Copying | None = None
         self._placed = threading.Event()
         """The newest snapshot's copy has ended, and its header says so unless it could not be written."""
 
     def warm(self, paths: list[Path], size: int) -> None:
-        """Begin to make the generations in the background, once training is under way: see ``WriterSlot``."""
-        if self._warming is None:
-            self._warming = threading.Thread(target=self._warm, args=(paths, size), name="warm", daemon=True)
-            self._warming.start()
+        """Begin to make the generations in the background."""
 
-    def _warm(self, paths: list[Path], size: int) -> None:
-        with contextlib.suppress(OSError):  # no room: the first snapshot says so
+        def make() -> None:
             for path in paths:
                 self._open(path, size).populate()
 
+        self._warming.begin(make)
+
     def open(self, path: Path, size: int) -> HostBuffer:
         """The mapped file at ``path``, made where it is not there. Raises ``OSError`` when there is no room."""
-        if self._warming is not None:
-            self._warming.join()
+        self._warming.wait()
         return self._open(path, size)
 
     def _open(self, path: Path, size: int) -> HostBuffer:
@@ -107,8 +103,7 @@ class SnapshotSlot:
 
     def forget(self, path: Path) -> None:
         """Unmap ``path``: another file is about to take its name."""
-        if self._warming is not None:
-            self._warming.join()
+        self._warming.wait()
         found = self.buffers.pop(path, None)
         if found is not None:
             found.close()

@@ -14,8 +14,9 @@ import ctypes
 import mmap
 import os
 import struct
+import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,35 @@ class HostBuffer:
         self.flat = torch.empty(0, dtype=torch.uint8)
         with contextlib.suppress(BufferError):  # a view may still be alive; the mapping then goes with it
             self._map.close()
+
+
+class Warming:
+    """Memory that is made in the background, once: the kernel takes seconds to clear gigabytes, which no save should wait for, and
+    neither should a recovery, so it begins once training is under way."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._thread is not None
+
+    def begin(self, make: Callable[[], None]) -> None:
+        """Call ``make`` in a thread, if that was not done before; whoever needs what it makes says why it could not."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(make,), name="warm", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no room for a thread
+                self._thread.start()
+
+    @staticmethod
+    def _run(make: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):
+            make()
+
+    def wait(self) -> None:
+        """Return when it has ended. A restart may have come before it began."""
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
 
 
 class AnonymousBuffer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -104,4 +104,8 @@ def copy(pairs: Sequence[Pair]) -> Copying:
     if not moving:
         return Copying()
     device = next(tensor.device for tensor in moving[0] if tensor.is_cuda)
-    return transfer(device).start(moving)
+    try:
+        return transfer(device).start(moving)
+    except BrokenExecutor:  # its threads could not begin once, which they never forget
+        transfer.cache_clear()
+        return transfer(device).start(moving)

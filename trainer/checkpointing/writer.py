@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import re
 import shutil
 import signal
 import socket
@@ -40,18 +39,18 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trainer import environment
+from trainer.checkpointing.removal import REMOVED, remove_strays, retain
 from trainer.checkpointing.staging import Layout, open_buffer
 from trainer.checkpointing.storage import Storage
-from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
+from trainer.paths import MANIFEST, RunPaths
 from trainer.progress import newest_attempt
 from trainer.records import CheckpointManifest, FileRecord, fsync_directory
 from trainer.recovery.stub import request
 
+ANSWER = 65536
+"""Bytes that no answer of a writer is longer than."""
 WRITER_THREADS = 4
 CORES_A_THREAD = 4
-
-STRAY_NAME = re.compile(r"^(?:\.tmp-\d+-(\d+)-.*|\.old-.*)$")
-"""``.tmp-<step>-<attempt>-<nonce>``: a save; ``.old-<name>``: a removal."""
 
 
 class SaveFailed(Exception):
@@ -230,7 +229,7 @@ def commit(job: Job, wanted: Commit, everything: list[Written]) -> int:
     if newest > manifest.attempt:
         raise Fenced(f"attempt {newest} has started, this is attempt {manifest.attempt}")
     if wanted.replace and final.exists():
-        final.rename(final.with_name(f".old-{final.name}"))
+        final.rename(final.with_name(f"{REMOVED}{final.name}"))
     if final.exists():
         shutil.rmtree(directory)  # committed before a restart took us back: the same step has the same content
     else:
@@ -239,24 +238,6 @@ def commit(job: Job, wanted: Commit, everything: list[Written]) -> int:
     retain(wanted.paths, wanted.keep)
     remove_strays(wanted.paths, manifest.attempt, None)
     return sum(file.size for file in files)
-
-
-def retain(paths: RunPaths, keep: int) -> None:
-    """Remove all but the newest ``keep`` committed checkpoints; each loses its name first, so none is half there."""
-    committed = sorted(path for path in paths.checkpoints.iterdir() if CHECKPOINT_NAME.match(path.name))
-    for path in committed[:-keep]:
-        doomed = path.with_name(f".old-{path.name}")
-        with contextlib.suppress(OSError):
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-
-
-def remove_strays(paths: RunPaths, attempt: int, busy: Path | None) -> None:
-    """Remove what interrupted saves and removals have left, but for ``busy`` and for what a newer attempt is writing."""
-    for path in paths.checkpoints.iterdir():
-        match = STRAY_NAME.match(path.name)
-        if match and path != busy and int(match[1] or 0) <= attempt:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 class ForkedCaller(AsyncCaller):
@@ -268,7 +249,6 @@ class ForkedCaller(AsyncCaller):
         self._channel: socket.socket | None = None
         self._server: socket.socket | None = None
         self._began = 0.0
-        self._pending = b""
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -283,12 +263,15 @@ class ForkedCaller(AsyncCaller):
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         if self._channel is None:
             self._start()
+        else:
+            with contextlib.suppress(BlockingIOError):
+                self._channel.recv(ANSWER)  # of the call before
         assert self._channel is not None
         body = pickle.dumps((async_req.async_fn, async_req.async_fn_args))
         self._channel.settimeout(10)
         self._channel.sendall(struct.pack("!Q", len(body)) + body)
         self._channel.setblocking(False)
-        self._began, self._pending = time.monotonic(), b""
+        self._began = time.monotonic()
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = True) -> bool:
         """Whether the call is done. Raises ``SaveFailed`` when it failed, its process is gone or its time is up."""
@@ -303,24 +286,28 @@ class ForkedCaller(AsyncCaller):
             time.sleep(0.01)
 
     def _poll(self) -> bool:
+        """Look at the answer, which stays where it is: a restart may come between reading it and knowing it."""
         assert self._channel is not None
         try:
-            part = self._channel.recv(65536)
+            answer = self._channel.recv(ANSWER, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
-            part = b""
-        if not part:
+            answer = b""
+        if not answer:
             self.close(abort=True)
             raise SaveFailed("the writer process died")
-        self._pending += part
-        if not self._pending.endswith(b"\n"):
+        if not answer.endswith(b"\n"):
             return False
-        kind, _, text = self._pending.decode().rstrip("\n").partition(" ")
+        kind, _, text = answer.decode().rstrip("\n").partition(" ")
         if kind == "done":
             self.result = int(text)
             return True
         raise Fenced(text) if kind == "fenced" else SaveFailed(text)
+
+    @property
+    def started(self) -> bool:
+        return self._channel is not None
 
     def close(self, abort: bool = False) -> None:
         """End the process: with its channel closed it ends itself; the fork server kills it otherwise."""
@@ -356,6 +343,11 @@ class ForkedQueue(AsyncCallsQueue):
             raise
         return self.persistent_caller.result if done else None
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, or nothing is there that could write it."""
+        return not self.async_calls or not self.persistent_caller.started
+
     def close(self) -> None:
         self.async_calls.clear()
         self.persistent_caller.close(abort=True)
@@ -385,7 +377,7 @@ def answer(function: Callable[..., int], arguments: tuple[Any, ...]) -> bytes:
     except Fenced as error:
         return f"fenced {error}\n".encode()
     except Exception as error:
-        return f"failed {type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n"
+        return f"failed {type(error).__name__}: {error}"[:4000].replace("\n", " ").encode() + b"\n"
 
 
 def read_exactly(channel: socket.socket, size: int) -> bytes | None:

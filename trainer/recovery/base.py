@@ -8,6 +8,7 @@ branch for any mechanism, and ``combined`` is one mechanism around another.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -97,9 +98,12 @@ class Limits:
 class Watch:
     """Tells the watchdogs that this process is alive, as long as its phase is within its limit.
 
-    In a step only the loop itself beats, once a step. In every other phase a thread beats until the phase's limit,
+    In a step only the loop has it beaten, once a step. In every other phase a thread beats until the phase's limit,
     so that the watchdogs, which know one timeout, become aware of phases. A stopped process, or one stuck in C with
     the interpreter's lock, beats in no phase.
+
+    It is the thread that beats for the loop too: a restart raises its exception in the main thread wherever that is, and half a
+    message would be the end of the connection to a watchdog.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -108,7 +112,8 @@ class Watch:
         self._lock = threading.Lock()
         self._deadline = 0.0
         self._interval = min(1.0, limits.step / 5)
-        self._closed = threading.Event()
+        self._closed = False
+        self._asked = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # (one call, which no exception can leave half done)
         self._thread = threading.Thread(target=self._keep, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -116,7 +121,8 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        self._closed.set()
+        self._closed = True
+        os.eventfd_write(self._asked, 1)
 
     def add(self, beat: Callable[[], None]) -> None:
         with self._lock:
@@ -135,9 +141,9 @@ class Watch:
                 beat()
 
     def step(self) -> None:
-        """A step begins: from now on only the loop beats."""
+        """A step begins: one sign of life, and from now on only the loop gives them."""
         self._deadline = 0.0
-        self.beat()
+        os.eventfd_write(self._asked, 1)
 
     def enter(self, limit: float) -> None:
         """A phase other than a step begins; it may take ``limit`` seconds."""
@@ -158,15 +164,27 @@ class Watch:
                 self.step()
 
     def _keep(self) -> None:
-        while not self._closed.wait(self._interval):
+        while True:
+            asked, _, _ = select.select([self._asked], [], [], self._interval)
+            if asked:
+                os.eventfd_read(self._asked)
+            if self._closed:
+                return
             now, deadline = time.monotonic(), self._deadline
-            if now < deadline:
-                self.beat()
+            if asked or now < deadline:
+                try:
+                    self.beat()
+                except Exception as error:  # nobody would notice if this process hung
+                    self._end(f"has lost a watchdog ({type(error).__name__}: {error})")
             elif deadline and now > deadline + 2 * self.limits.hard:
-                # Whatever watchdog there is had its time. The last resort, for a restart that never ends: the layer
-                # above takes over a dead process, not one that waits.
-                os.write(2, b"this process has outlived the limit of its phase, and ends itself\n")
-                os.kill(os.getpid(), signal.SIGKILL)
+                # Whatever watchdog there is had its time. The last resort, for a restart that never ends.
+                self._end("has outlived the limit of its phase")
+
+    @staticmethod
+    def _end(why: str) -> None:
+        """The layer above takes over a dead process, not one that waits."""
+        os.write(2, f"this process {why}, and ends itself\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def await_end(pid: int, seconds: float) -> None:
@@ -174,6 +192,10 @@ def await_end(pid: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while pid and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+class Spent(Exception):
+    """Restarts within this process get nowhere; the launcher may start a new one."""
 
 
 class Recovery(Protocol):

@@ -169,7 +169,14 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or no process more: who asked sees its connection closed, and the others go on
+            print(f"the fork server could not make a {wanted['kind']}: {error.strerror}", file=sys.stderr, flush=True)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            connection.close()
+            return
         if pid == 0:
             die_with_parent()
             if os.getppid() != server:  # it died before it could be died with

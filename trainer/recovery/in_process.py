@@ -25,14 +25,14 @@ from trainer import environment
 from trainer.config import RunConfig
 from trainer.errors import PipelineError
 from trainer.events import EventLog
-from trainer.recovery.base import SHORTEST_STARTUP, Train, Watch
+from trainer.recovery.base import SHORTEST_STARTUP, Spent, Train, Watch
 from trainer.rendezvous import Meeting, await_listener
 
 INTERVAL = timedelta(seconds=0.1)
 STORE_SECONDS = 120
 """How long a rank waits for the others at the Wrapper's store."""
 
-Leave = Callable[[PipelineError], NoReturn]
+Leave = Callable[[BaseException], NoReturn]
 """Says why this process ends, and ends it."""
 
 
@@ -123,7 +123,7 @@ class InProcess:
                 step = train(call.iteration)
                 watch.enter(watch.limits.startup)
                 return step
-            except PipelineError as error:
+            except (PipelineError, Spent) as error:
                 # The Wrapper would restart after it, or wait at a barrier for ranks that may never come. What no restart
                 # can change is for the layer above, and at once.
                 self._leave(error)

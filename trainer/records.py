@@ -41,8 +41,6 @@ class Record(BaseModel):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "content"
             raise DataError(f"{path} is not a valid {cls.__name__}: {where}: {first['msg']}") from None
-        except IsADirectoryError:
-            raise DataError(f"{path} is not a valid {cls.__name__}: it is a directory") from None
 
 
 def write_whole(path: Path, content: bytes) -> None:

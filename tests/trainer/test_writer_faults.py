@@ -304,15 +304,16 @@ def test_what_a_save_leaves_is_removed_whole_or_becomes_a_checkpoint_whole(tmp_p
             (directory / str(name)).touch()
         begin = threading.Barrier(2)
 
-        def commit(directory: Path = directory, final: Path = final, begin: threading.Barrier = begin) -> None:
+        def commit(number: int = number, directory: Path = directory, final: Path = final, begin: threading.Barrier = begin) -> None:
             begin.wait()
+            time.sleep(number % 3 * 2e-3)
             with contextlib.suppress(FileNotFoundError):
                 directory.rename(final)
 
         thread = threading.Thread(target=commit)
         thread.start()
         begin.wait()
-        time.sleep(number % 6 * 2e-5)
+        time.sleep(1e-3)
         discard(directory)
         thread.join()
         if final.exists():

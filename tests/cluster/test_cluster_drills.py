@@ -212,7 +212,7 @@ def test_the_workflow_controller_is_killed_and_started(cluster: Cluster) -> None
 
 def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
     """The kubelet under training pod 1 (and not under the supervisor, if that can be) is frozen for longer than the limit."""
-    workflow, run_id, started = training(cluster, "nodelost", max_steps=250)
+    workflow, run_id, started = training(cluster, "nodelost", max_steps=600)
     supervisor = cluster.supervisor(run_id, workflow)["spec"]["nodeName"]
     pods = [cluster.running(run_id, node) for node in (0, 1)]
     machine = next((p["spec"]["nodeName"] for p in pods if p["spec"]["nodeName"] != supervisor), "")
@@ -224,7 +224,7 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
         until("a second attempt", 150, lambda: [j for j in cluster.jobs(run_id) if job_state.name(j) != first])
         found = time.monotonic() - started
         cluster.reaches(run_id, cluster.step(run_id) + 10, 240)
-    report = succeeded(cluster, workflow, run_id, 600, steps=250)
+    report = succeeded(cluster, workflow, run_id, 600, steps=600)
     assert report.restarts.workflow >= 1
     text = f"kubelet of {machine} frozen; next attempt {found:.0f} s after submission; the old one fenced"
     cluster.passed("node lost and back", text, time.monotonic() - started, 700, report)
@@ -232,11 +232,11 @@ def test_a_node_is_lost_and_comes_back(cluster: Cluster) -> None:
 
 def test_the_supervisors_node_is_lost(cluster: Cluster) -> None:
     """The machine under the supervisor does not answer: training goes on or starts again, and the workflow ends well."""
-    workflow, run_id, started = training(cluster, "suplost", max_steps=250)
+    workflow, run_id, started = training(cluster, "suplost", max_steps=600)
     machine = cluster.supervisor(run_id, workflow)["spec"]["nodeName"]
     with cluster.frozen(machine):
         time.sleep(75)
-    report = succeeded(cluster, workflow, run_id, 600, steps=250)
+    report = succeeded(cluster, workflow, run_id, 600, steps=600)
     cluster.passed(
         "supervisor's node lost for 75 s",
         f"{report.restarts.workflow} new attempt(s)",

@@ -237,7 +237,7 @@ class DurableTier:
         assert job is not None
         if job.commit is not None:
             discard(job.directory)
-            with contextlib.suppress(FileNotFoundError, DataError):
+            with contextlib.suppress(OSError, DataError):
                 manifest = CheckpointManifest.read(self._paths.checkpoint(self._slot.step) / MANIFEST)
                 if manifest.created == job.commit.manifest.created:
                     self._done(sum(file.size for file in manifest.files))

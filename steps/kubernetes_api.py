@@ -140,6 +140,9 @@ class ApiServer:
             "get persistentvolumeclaims", self.core.read_namespaced_persistent_volume_claim, name, self.namespace
         )
 
+    def volume(self, name: str) -> Manifest | None:
+        return self.call("get persistentvolumes", self.core.read_persistent_volume, name)
+
     def service_account(self, name: str) -> Manifest | None:
         return self.call("get serviceaccounts", self.core.read_namespaced_service_account, name, self.namespace)
 

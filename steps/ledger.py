@@ -23,8 +23,6 @@ SNAPSHOT: Tier = "snapshot"
 
 def tier_of(fact: Fact) -> str:
     """The tier an event of checkpointing speaks of; the durable one where it does not say."""
-    if fact.name == "stall":
-        return SNAPSHOT if fact.text("reason") == "snapshot" else DURABLE
     return fact.text("tier") or DURABLE
 
 

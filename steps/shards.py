@@ -25,7 +25,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from steps.tokenize_text import DType, Ids
-from trainer.errors import DataError, UnavailableError, foreseen
+from trainer.errors import UnavailableError, says_nothing_of_data
 from trainer.paths import (
     DATASET_TEMPORARY,
     MANIFEST,
@@ -165,8 +165,8 @@ def damage_of_dataset(directory: Path, expected: DatasetManifest) -> str:
     try:
         found = DatasetManifest.read(directory / MANIFEST)
     except Exception as error:
-        if not isinstance(error, DataError) and foreseen(error) is not None:
-            raise  # the storage's trouble, or a stop, says nothing of the dataset
+        if says_nothing_of_data(error):
+            raise
         return str(error)
     return damage(directory, found) if found.digest == expected.digest else "it holds other tokens"
 

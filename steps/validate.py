@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from steps.runs import read_run
 from trainer import environment
 from trainer.config import OneLineParser, add_flags, from_namespace
-from trainer.errors import DataError, ExitCode, exit_with, foreseen
+from trainer.errors import DataError, ExitCode, exit_with, says_nothing_of_data
 from trainer.paths import CHECKPOINT_NAME, MANIFEST, RunPaths
 from trainer.progress import read_now
 from trainer.records import CheckpointManifest, CheckpointVerdict, RunRecord, ValidationReport, file_sha256
@@ -161,8 +161,8 @@ def examine(path: Path, record: RunRecord, dataset: TokenDataset) -> CheckpointV
     except Invalid as error:
         reason = str(error)
     except Exception as error:
-        if not isinstance(error, DataError) and getattr(error, "errno", None) != errno.EIO and foreseen(error) is not None:
-            raise  # the storage's trouble, or a stop, says nothing of a checkpoint; a bad block does
+        if says_nothing_of_data(error) and getattr(error, "errno", None) != errno.EIO:  # (a bad block says something)
+            raise
         # Whatever torch makes of bytes that are not what they should be: one checkpoint's trouble is a verdict, not an end.
         reason = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return CheckpointVerdict(

@@ -103,6 +103,11 @@ def foreseen(error: BaseException) -> PipelineError | None:
     return None
 
 
+def says_nothing_of_data(error: BaseException) -> bool:
+    """Whether ``error``, raised while something was read, is a stop or the storage's trouble, and no verdict on what was read."""
+    return not isinstance(error, DataError) and foreseen(error) is not None
+
+
 def code_of(error: BaseException) -> int:
     """The exit code that stands for ``error``; what is not ours and not foreseen is a defect (70)."""
     if isinstance(error, KeyboardInterrupt):

@@ -20,9 +20,9 @@ from typing import Any
 from steps.runs import read_report
 from trainer import environment, paths
 from trainer.config import TRAJECTORY_FIELDS, RunConfig, add_flags, flag, from_namespace
-from trainer.errors import ConfigurationError, DataError, DeniedError
+from trainer.errors import ConfigurationError, DeniedError
 from trainer.paths import RunPaths
-from trainer.records import RunRecord, RunReport, ValidationReport, write_whole
+from trainer.records import RunRecord, RunReport, write_whole
 from workflows import local
 from workflows.parameters import arguments
 from workflows.summary import summary_line, summary_table
@@ -187,11 +187,10 @@ def complete_report(run: RunPaths, config: RunConfig) -> RunReport | None:
 
 def _valid(run: RunPaths, config: RunConfig) -> bool:
     """Whether the run's checkpoints were validated, and one of them is whole where there should be any."""
-    try:
-        found = ValidationReport.read(run.validation)
-    except (FileNotFoundError, DataError):
-        return False
-    return found.newest_valid_step is not None or config.checkpoint_mode == "off"
+    from steps.report import validation_of
+
+    found = validation_of(run)
+    return found is not None and (found.newest_valid_step is not None or config.checkpoint_mode == "off")
 
 
 def _say(message: str, report: RunReport | None, run: RunPaths, options: local.Options) -> None:

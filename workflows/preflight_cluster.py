@@ -150,7 +150,7 @@ def _claim(api: ApiServer) -> Iterator[Finding]:
         return
     yield check_claim(claim)
     volume_name = claim["spec"].get("volumeName", "")
-    volume = api.call("get persistentvolumes", api.core.read_persistent_volume, volume_name) if volume_name else None
+    volume = api.volume(volume_name) if volume_name else None
     driver = (volume or {}).get("spec", {}).get("csi", {}).get("driver", "")
     if driver and api.call("get csidrivers", api.client("StorageV1Api").read_csi_driver, driver) is None:
         fix = "eksctl create addon --name aws-fsx-csi-driver --cluster CLUSTER"
@@ -172,7 +172,7 @@ def file_system_of(api: ApiServer) -> str:
     """The FSx id behind the claim, or nothing."""
     claim = api.claim(cluster.CLAIM) or {}
     name = claim.get("spec", {}).get("volumeName", "")
-    volume = (api.call("get persistentvolumes", api.core.read_persistent_volume, name) if name else None) or {}
+    volume = (api.volume(name) if name else None) or {}
     csi: dict[str, Any] = volume.get("spec", {}).get("csi", {})
     return str(csi.get("volumeHandle", "")) if csi.get("driver") == "fsx.csi.aws.com" else ""
 

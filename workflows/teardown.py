@@ -258,7 +258,7 @@ def claim_steps(api: ApiServer) -> list[Step]:
             Step(
                 f"volume {volume} (the data stays)",
                 lambda: api.call("delete persistentvolumes", core.delete_persistent_volume, volume),
-                lambda: api.call("get persistentvolumes", core.read_persistent_volume, volume) is None,
+                lambda: api.volume(volume) is None,
             )
         )
     return steps
@@ -266,7 +266,7 @@ def claim_steps(api: ApiServer) -> list[Step]:
 
 def _reclaimed(api: ApiServer, volume: str) -> str:
     """What becomes of a volume without its claim; nothing where there is no such volume."""
-    found = api.call("get persistentvolumes", api.core.read_persistent_volume, volume)
+    found = api.volume(volume)
     return str(found["spec"].get("persistentVolumeReclaimPolicy", "Retain")) if found else ""
 
 

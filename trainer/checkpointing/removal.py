@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -15,13 +14,10 @@ STRAY_NAME = re.compile(r"^(?:\.tmp-\d+-(\d+)-.*|\.old-.*)$")
 
 
 def retain(paths: RunPaths, keep: int) -> None:
-    """Remove all but the newest ``keep`` committed checkpoints; each loses its name first, so none is half there."""
+    """Remove all but the newest ``keep`` committed checkpoints."""
     committed = sorted(path for path in paths.checkpoints.iterdir() if CHECKPOINT_NAME.match(path.name))
     for path in committed[:-keep]:
-        doomed = path.with_name(f"{REMOVED}{path.name}")
-        with contextlib.suppress(OSError):
-            path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        discard(path)
 
 
 def remove_strays(paths: RunPaths, attempt: int, busy: Path | None) -> None:
@@ -33,8 +29,8 @@ def remove_strays(paths: RunPaths, attempt: int, busy: Path | None) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove what a save has left. It loses its name first: a writer that was given up may be about to rename it into a
-    checkpoint, and of the two renames one comes first and the other finds nothing."""
+    """Remove a checkpoint, or what a save has left. It loses its name first: so no checkpoint is half there; and a writer that was given
+    up may be about to rename what it wrote into one, and of the two renames one comes first and the other finds nothing."""
     doomed = directory
     if not directory.name.startswith(REMOVED):
         doomed = directory.with_name(f"{REMOVED}{directory.name}")
